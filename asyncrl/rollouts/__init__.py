@@ -1,0 +1,1 @@
+"""Rollouts: samples and groups, staleness slots, the ledger, batch cuts and the packing plan."""
