@@ -147,7 +147,7 @@ class RewardConfig:
 
 @dataclass
 class EvalConfig:
-    """Greedy held-out accuracy, measured by the engines at the start, at the end and every ``every`` steps (0: never)."""
+    """Greedy held-out accuracy by the engines: at the start, at the end and every ``every`` steps (0: never)."""
 
     every: int = 0
     max_tokens: int = 0  # 0: sampling.max_tokens
