@@ -1,0 +1,38 @@
+"""The one place where this package waits: every wait has an owner, a reason and a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from asyncrl.transport.errors import DeadlineExpired
+
+T = TypeVar("T")
+
+
+class Deadline:
+    """One deadline over one or more waits of the same call. ``seconds`` None waits until cancelled."""
+
+    def __init__(self, owner: str, seconds: float | None, detail: Callable[[], str] | None = None) -> None:
+        """``detail()`` is asked on expiry and ends up in the error."""
+        self.owner, self.seconds, self._detail = owner, seconds, detail
+        self._loop = asyncio.get_running_loop()
+        self._expires = 0.0 if seconds is None else self._loop.time() + seconds
+
+    async def wait(self, future: asyncio.Future[T], reason: str) -> T:
+        """The future's result, or ``DeadlineExpired``."""
+        seconds = self.seconds
+        if seconds is None:
+            return await future
+
+        def expire() -> None:
+            if not future.done():
+                detail = self._detail() if self._detail else ""
+                future.set_exception(DeadlineExpired(self.owner, seconds, reason, detail))
+
+        timer = self._loop.call_at(self._expires, expire)
+        try:
+            return await future
+        finally:
+            timer.cancel()
