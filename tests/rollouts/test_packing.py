@@ -1,0 +1,75 @@
+"""asyncrl.rollouts.packing: same count everywhere, budget kept, every sample once, tokens balanced."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.rollouts.packing import plan
+
+BUDGET = 100
+LENGTHS = st.lists(st.integers(1, BUDGET), max_size=60)
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTHS, st.integers(1, 5))
+def test_every_plan_is_valid(lengths, ranks):
+    packed = plan(lengths, ranks, BUDGET)
+    assert len(packed.rank) == ranks
+    assert {len(rank.micro) for rank in packed.rank} == {packed.micro_batches}
+    used = [index for rank in packed.rank for batch in rank.micro for index in batch]
+    assert sorted(used) == list(range(len(lengths)))
+    for rank in range(ranks):
+        for micro in range(packed.micro_batches):
+            assert packed.tokens(rank, micro) <= BUDGET
+    assert packed == plan(lengths, ranks, BUDGET)
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTHS, st.integers(1, 5))
+def test_few_micro_batches(lengths, ranks):
+    """First-fit decreasing leaves no two bins that would fit into one, so it uses at most 2 * total / budget + 1."""
+    bins = 2 * sum(lengths) / BUDGET + 1
+    assert plan(lengths, ranks, BUDGET).micro_batches <= max(1, -(-int(bins) // ranks))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(1, 4))
+def test_ranks_differ_by_at_most_one_sample_when_one_micro_batch_is_enough(lengths, ranks):
+    packed = plan(lengths, ranks, 20 * 60)
+    totals = [packed.tokens(rank, 0) for rank in range(ranks)]
+    assert max(totals) - min(totals) <= max(lengths)
+
+
+def test_fewer_samples_than_ranks_leaves_empty_micro_batches():
+    packed = plan([5, 7], 4, 10)
+    assert packed.micro_batches == 1
+    assert sorted(len(rank.micro[0]) for rank in packed.rank) == [0, 0, 1, 1]
+
+
+def test_nothing_to_train_is_still_one_micro_batch_everywhere():
+    assert [rank.micro for rank in plan([], 3, 10).rank] == [[[]], [[]], [[]]]
+
+
+def test_first_fit_saves_a_micro_batch_where_longest_first_overflows():
+    # longest first: 6+5 and 6+4 leave the last 4, 4 nowhere; 6+4, 6+4, 5+4 fit
+    packed = plan([6, 6, 5, 4, 4, 4], 1, 10)
+    assert packed.micro_batches == 3
+
+
+@pytest.mark.parametrize("lengths, name", [([3, 11], "sample 1 has 11"), ([3, 4, 0], "sample 2 has 0")])
+def test_a_sample_that_cannot_be_packed_is_named(lengths, name):
+    with pytest.raises(ValueError, match=name):
+        plan(lengths, 2, 10)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_imbalance_is_small_on_realistic_lengths(ranks):
+    """512 log-normal lengths, a few micro-batches a rank."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(6.0, 0.8, 512), 16, 4096).astype(int).tolist()
+    packed = plan(lengths, ranks, 16384)
+    in_order = -(-sum(lengths) // (ranks * 16384))
+    assert packed.micro_batches <= in_order + 1
+    assert packed.imbalance < 0.01
