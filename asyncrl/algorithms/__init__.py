@@ -1,0 +1,1 @@
+"""Advantages (numpy, on the controller) and losses (torch, on the trainer)."""

@@ -1,0 +1,1 @@
+"""One file a mode, each one loop that reads from top to bottom."""

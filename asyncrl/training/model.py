@@ -1,0 +1,112 @@
+"""The policy: any transformers causal LM from a local folder, scoring packed rows.
+
+``Policy.forward`` runs the decoder and the chunked head in one module, so that under FSDP2 the root unit that owns
+embedding, final norm and head is gathered when the head needs its weight, tied or not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from asyncrl.training.attention import ATTENTION, TakeRows, register
+from asyncrl.training.errors import ModelError
+from asyncrl.training.head import selected_logprob_entropy
+from asyncrl.training.packing import PackedBatch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+# Changes to the logits after the head that the chunked head does not reproduce, with their neutral value.
+LOGIT_CHANGES = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
+
+
+class Policy(nn.Module):
+    """``lm`` is the transformers model; its parameter names are the Hugging Face names."""
+
+    def __init__(self, lm: nn.Module, logprob_chunk: int = 4096) -> None:
+        super().__init__()
+        self.lm = lm
+        self.logprob_chunk = logprob_chunk
+
+    def forward(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-prob of each target and entropy (no gradient) at ``temperature``: (M,), (M,)."""
+        decoder, head = self.lm.base_model, self.lm.get_output_embeddings()
+        hidden_1TE = decoder(
+            input_ids=batch.input_1T, position_ids=batch.position_1T, use_cache=False, documents=batch.documents
+        ).last_hidden_state
+        hidden_ME = TakeRows.apply(hidden_1TE[0], batch.predict_M)
+        logp_M, entropy_M = selected_logprob_entropy(
+            hidden_ME, head.weight, batch.target_M, temperature, self.logprob_chunk
+        )
+        return logp_M, entropy_M.detach()
+
+
+def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, logprob_chunk: int = 4096) -> Policy:
+    """Loads a local Hugging Face folder with weights in ``dtype`` (the master dtype) on the CPU.
+
+    Raises :class:`ModelError` if the folder, its config, weights or tokenizer are missing, if transformers does not
+    know the architecture, or if the model needs something that the trainer does not reproduce.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(path)
+    check_folder(folder)
+    register()
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError) as e:
+        raise ModelError(f"{folder}/config.json: unknown architecture or invalid config: {e}") from e
+    for name, neutral in LOGIT_CHANGES.items():
+        if getattr(config, name, neutral) not in (None, neutral):
+            raise ModelError(f"{folder}: {config.model_type} sets {name}, which the log-prob head does not apply")
+    try:
+        lm, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (ValueError, OSError) as e:
+        raise ModelError(f"{folder}: transformers cannot load it as a causal LM: {e}") from e
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if info.get(kind):
+            raise ModelError(f"{folder}: {kind.replace('_', ' ')} in the weights: {sorted(map(str, info[kind]))[:5]}")
+    return prepare(lm, dtype, logprob_chunk)
+
+
+def prepare(lm: nn.Module, dtype: torch.dtype, logprob_chunk: int = 4096) -> Policy:
+    """Turns a transformers causal LM in memory into a policy: document attention, no dropout, one master dtype."""
+    register()
+    head = lm.get_output_embeddings()
+    if head is None or getattr(head, "bias", None) is not None:
+        raise ModelError(f"{type(lm).__name__} has no plain linear head (a head with a bias is not supported)")
+    lm.set_attn_implementation(ATTENTION)
+    lm.eval()  # dropout would make the trainer's log-probs differ from the engine's
+    wrong = {n: p.dtype for n, p in lm.named_parameters() if p.is_floating_point() and p.dtype != dtype}
+    if wrong:
+        raise ModelError(f"master weights must be {dtype}, but {len(wrong)} are not, e.g. {next(iter(wrong.items()))}")
+    return Policy(lm, logprob_chunk)
+
+
+def check_folder(folder: Path) -> None:
+    """Raises :class:`ModelError` unless the folder holds a config, safetensors weights and a tokenizer."""
+    if not folder.is_dir():
+        raise ModelError(f"model.path {folder} is not a folder")
+    for what, names in (("config", ("config.json",)), ("weights", WEIGHT_FILES), ("tokenizer", TOKENIZER_FILES)):
+        if not any((folder / n).exists() for n in names):
+            raise ModelError(f"model.path {folder} has no {what}: none of {', '.join(names)}")
+
+
+def layers(lm: nn.Module) -> list[nn.Module]:
+    """The decoder layers, the units of sharding and of activation checkpointing."""
+    found = [m for m in lm.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    depth = getattr(lm.config.get_text_config(), "num_hidden_layers", None)
+    for candidate in found:
+        if len(candidate) == depth:
+            return list(candidate)
+    raise ModelError(f"{type(lm).__name__}: no list of {depth} decoder layers to shard")

@@ -1,0 +1,85 @@
+"""FSDP2 over all trainer ranks, and the plain alternatives.
+
+===========  =============================================================================================
+``sharded``  FSDP2, one unit a decoder layer and a root unit: master weights, gradients and optimizer state
+             are sharded; compute may be bf16 (gathered in bf16, gradients reduced in fp32)
+``whole``    every rank holds everything; gradients are summed once a step in one flat buffer
+===========  =============================================================================================
+
+Gradients are *summed* over ranks, never averaged: the loss is divided by a global denominator already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from asyncrl.training.errors import ModelError
+from asyncrl.training.mesh import Mesh
+from asyncrl.training.model import Policy, layers
+
+
+def distribute(policy: Policy, mesh: Mesh, compute: torch.dtype, shard: bool, checkpointing: bool) -> bool:
+    """Moves the policy to the mesh in place. True if FSDP2 shards it.
+
+    A world of one whose compute and master dtypes are equal stays a plain module, where FSDP2 only costs time.
+    """
+    master = next(policy.parameters()).dtype
+    if checkpointing:
+        for layer in layers(policy.lm):
+            _checkpoint(layer)
+    policy.to(mesh.device)
+    sharded = shard and mesh.devices is not None and (mesh.world_size > 1 or compute != master)
+    if not sharded:
+        if compute != master:
+            raise ModelError(
+                f"compute dtype {compute} with {master} masters needs trainer.shard=true and a process group"
+            )
+        return False
+    precision = MixedPrecisionPolicy(param_dtype=compute if compute != master else None, reduce_dtype=master)
+    options: dict[str, Any] = {"mesh": mesh.devices, "mp_policy": precision}
+    for layer in layers(policy.lm):
+        fully_shard(layer, **options)
+    fully_shard(policy, **options)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            if mesh.device.type == "cpu":
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+            module.set_gradient_divide_factor(1.0)
+    return True
+
+
+def _checkpoint(layer: nn.Module) -> None:
+    """Recomputes the layer's activations in backward. Not transformers' own switch: that one needs train mode."""
+    from torch.utils.checkpoint import checkpoint
+
+    forward = layer.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    layer.forward = recomputed  # type: ignore[method-assign]
+
+
+def local(x: Tensor) -> Tensor:
+    """The part of a tensor that lives on this rank."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+@torch.no_grad()
+def sum_gradients(parameters: list[nn.Parameter], mesh: Mesh) -> None:
+    """All-reduces whole gradients in one flat buffer (``whole`` mode). A missing gradient counts as zero."""
+    for p in parameters:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+    dist.all_reduce(flat)
+    offset = 0
+    for p in parameters:
+        p.grad = flat[offset : offset + p.numel()].view_as(p)
+        offset += p.numel()

@@ -1,0 +1,152 @@
+"""One optimizer step of GRPO on packed micro-batches.
+
+Invariants:
+
+- every rank runs the same number of micro-batches (checked before the first collective of the step); an empty one
+  still runs forward and backward on a dummy whose mask is zero;
+- one denominator, added over all ranks before backward, from the masks that also make the numerators;
+- a step with a non-finite loss or gradient, or with nothing to train, changes no weight on any rank, is counted
+  with its reason, and still makes a new version;
+- ``before_update`` returns before any weight changes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.loss import grpo_loss
+from asyncrl.config.schema import Config
+from asyncrl.rollouts.types import TrainSample
+from asyncrl.training.errors import BatchError
+from asyncrl.training.exact import exact
+from asyncrl.training.mesh import Mesh, open_mesh
+from asyncrl.training.metrics import StepReport, StepSums
+from asyncrl.training.model import DTYPES, Policy, load_policy
+from asyncrl.training.optim import (
+    build_optimizer,
+    clip_factor,
+    learning_rate,
+    local_square_norm,
+    scale_gradients,
+    set_learning_rate,
+)
+from asyncrl.training.packing import PackedBatch, pack
+from asyncrl.training.sharding import distribute, sum_gradients
+
+
+class Trainer:
+    """The policy of one rank with its optimizer. ``version`` counts consumed batches, skipped ones included."""
+
+    def __init__(self, cfg: Config, policy: Policy, mesh: Mesh) -> None:
+        self.cfg, self.mesh, self.policy = cfg, mesh, policy
+        self.compute = DTYPES[cfg.model.compute_dtype]
+        trainer = cfg.trainer
+        self.sharded = distribute(policy, mesh, self.compute, trainer.shard, trainer.activation_checkpointing)
+        self.parameters = [p for p in policy.parameters() if p.requires_grad]
+        self.optimizer = build_optimizer(self.parameters, cfg.optim)
+        self.version = 0
+        self.skipped: Counter[str] = Counter()
+
+    def named_parameters_hf(self) -> list[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor or DTensor) in model order; a tied weight appears once."""
+        return list(self.policy.lm.named_parameters())
+
+    def step(
+        self, micro_batches: Sequence[Sequence[TrainSample]], before_update: Callable[[], Any] = lambda: None
+    ) -> StepReport:
+        """Trains this rank's ``micro_batches`` (each possibly empty) together with all other ranks.
+
+        ``before_update`` is called once, just before weights change; not on a skipped step. Raises
+        :class:`BatchError` for samples that cannot be trained or ranks with different numbers of micro-batches.
+        """
+        started = time.perf_counter()
+        batches = self._pack(micro_batches)
+        tokens, samples = self._totals(batches)
+        algorithm = self.cfg.algorithm
+        denominator = tokens if algorithm.aggregation == "token_mean" else samples
+        sums = StepSums(self.mesh.device)
+        if tokens:
+            with exact(self.compute):
+                for batch in batches:
+                    self._forward_backward(batch, denominator, sums)
+            if self.mesh.world_size > 1 and not self.sharded:
+                sum_gradients(self.parameters, self.mesh)
+        report, norm = sums.reduce(self.mesh, local_square_norm(self.parameters), self.sharded)
+        report.lr = learning_rate(self.version, self.cfg.trainer.steps, self.cfg.optim)
+        report.skipped = _reason(tokens, report.loss, norm)
+        if report.skipped is None:
+            before_update()
+            scale_gradients(self.parameters, clip_factor(norm, self.cfg.optim.clip_norm))
+            set_learning_rate(self.optimizer, report.lr)
+            self.optimizer.step()
+        else:
+            self.skipped[report.skipped] += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        self.version += 1
+        report.version, report.tokens, report.samples = self.version, tokens, samples
+        report.micro_batches, report.seconds = len(batches), time.perf_counter() - started
+        return report
+
+    def _pack(self, micro_batches: Sequence[Sequence[TrainSample]]) -> list[PackedBatch]:
+        dtype = torch.float64 if self.compute == torch.float64 else torch.float32
+        # Variable-length flash attention knows plain documents only.
+        share = not (self.mesh.device.type == "cuda" and self.compute == torch.bfloat16)
+        return [pack(m, self.version, self.mesh.device, dtype, share) for m in micro_batches]
+
+    def _totals(self, batches: list[PackedBatch]) -> tuple[int, int]:
+        """Trained tokens and samples of all ranks; checks that ranks agree on the number of micro-batches."""
+        mine = [len(batches), sum(b.tokens for b in batches), sum(b.samples for b in batches)]
+        rows = self.mesh.gather_rows(torch.tensor(mine))
+        if len(set(rows[:, 0].tolist())) > 1:
+            raise BatchError(f"ranks have different numbers of micro-batches: {rows[:, 0].tolist()}")
+        return int(rows[:, 1].sum()), int(rows[:, 2].sum())
+
+    def _forward_backward(self, batch: PackedBatch, denominator: int, sums: StepSums) -> None:
+        algorithm = self.cfg.algorithm
+        logp_M, entropy_M = self.policy(batch, self.cfg.sampling.temperature)
+        numerator, metrics = grpo_loss(
+            logp_M,
+            batch.behaviour_M,
+            batch.advantage_M,
+            batch.mask,
+            algorithm.clip_low,
+            algorithm.clip_high,
+            algorithm.aggregation,  # type: ignore[arg-type]
+        )
+        loss = numerator / denominator
+        loss.backward()
+        sums.add(batch, loss, logp_M, entropy_M, metrics)
+
+
+def _reason(tokens: int, loss: float, norm: float) -> str | None:
+    if tokens == 0:
+        return "no_tokens"
+    if not math.isfinite(loss):
+        return "loss_not_finite"
+    if not math.isfinite(norm):
+        return "gradient_not_finite"
+    return None
+
+
+def build_trainer(cfg: Config, rank: int, world_size: int, device: torch.device | None = None) -> Trainer:
+    """Loads ``cfg.model.path`` and builds this rank's trainer.
+
+    With more than one rank, or bf16 compute, ``torch.distributed`` must be initialised before.
+    """
+    if cfg.model.compute_dtype not in DTYPES or cfg.trainer.master_dtype not in DTYPES:
+        raise ValueError(f"model.compute_dtype and trainer.master_dtype must be one of {', '.join(DTYPES)}")
+    mesh = open_mesh(rank, world_size, device, cfg.trainer.shard)
+    if mesh.device.type == "cpu":
+        torch.set_num_threads(cfg.trainer.threads)
+    policy = load_policy(cfg.model.path, DTYPES[cfg.trainer.master_dtype], cfg.trainer.logprob_chunk)
+    return Trainer(cfg, policy, mesh)
+
+
+__all__ = ["StepReport", "Trainer", "build_trainer"]
