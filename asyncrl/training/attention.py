@@ -84,7 +84,7 @@ class Documents:
     stem_lengths: list[int]
     branch_lengths: list[int] = field(default_factory=list)
     branch_stem: list[int] = field(default_factory=list)
-    device: torch.device = torch.device("cpu")
+    device: str | torch.device = "cpu"
     cu_seqlens: Tensor | None = None  # (documents + 1,) int32, for flash attention; None with branches
     _plans: dict[Any, tuple[list[Bucket], list[BranchBucket]]] = field(default_factory=dict)
 
@@ -150,7 +150,7 @@ def _branch_mask(stem_length_B: np.ndarray, k: int, length: int, window: int | N
     return causal[None] & (j[None, None, :] >= -stem_length_B[:, None, None])
 
 
-def _buckets(lengths: list[int], offset: int, device: torch.device) -> list[Bucket]:
+def _buckets(lengths: list[int], offset: int, device: str | torch.device) -> list[Bucket]:
     """Cuts documents sorted by length (longest first) greedily, each bucket within ``WASTE`` of its real size."""
     out: list[Bucket] = []
     first, start, count = 0, offset, len(lengths)
@@ -166,7 +166,7 @@ def _buckets(lengths: list[int], offset: int, device: torch.device) -> list[Buck
     return out
 
 
-def _bucket(lengths: list[int], first: int, start: int, device: torch.device) -> Bucket:
+def _bucket(lengths: list[int], first: int, start: int, device: str | torch.device) -> Bucket:
     rows, length, n = len(lengths), lengths[0], np.asarray(lengths)
     tokens = int(n.sum())
     if tokens == rows * length:
