@@ -55,6 +55,7 @@ class WandbWriter:
         config: Mapping[str, Any],
         on_event: Callable[[str, bool], None],
         environ: Mapping[str, str] | None = None,
+        init_timeout_s: float = INIT_TIMEOUT_S,
         init_deadline_s: float = INIT_DEADLINE_S,
         max_records: int = MAX_RECORDS,
     ) -> None:
@@ -82,7 +83,7 @@ class WandbWriter:
             "id": _run_id(self._folder / "run_id"),
             "dir": str(run_dir.resolve()),
             "config": dict(config),
-            "init_timeout_s": INIT_TIMEOUT_S,
+            "init_timeout_s": init_timeout_s,
         }
         self._thread = threading.Thread(target=self._feed, name="wandb", daemon=True)
         self._thread.start()
