@@ -28,7 +28,6 @@ CREATE TABLE groups (             -- every group that was ever admitted
   admitted_version INTEGER NOT NULL,  -- the slowest live generator's: no token is older
   generator TEXT NOT NULL,        -- it was sent to last
   dispatches INTEGER NOT NULL,    -- 1 + times it was sent again
-  scored INTEGER NOT NULL,        -- samples with a reward or a failure
   status TEXT NOT NULL CHECK (status IN ('in_flight', 'finished', 'filtered', 'failed', 'taken')),
   reason TEXT,                    -- of filtered and failed
   cut_version INTEGER,            -- of taken: the batch that trains it

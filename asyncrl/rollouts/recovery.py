@@ -150,10 +150,9 @@ def _forget_samples(ledger: Ledger, keys: list[tuple[int, int]], ordinals: set[i
     """Remove these samples; the groups wait for them again."""
     ledger.db.executemany("DELETE FROM samples WHERE ordinal = ? AND sample_index = ?", keys)
     ledger.db.executemany(
-        "UPDATE groups SET status = 'in_flight', scored = (SELECT count(*) FROM samples AS s WHERE "
-        "s.ordinal = groups.ordinal AND (reward IS NOT NULL OR failure IS NOT NULL)) WHERE ordinal = ?",
-        [(ordinal,) for ordinal in ordinals],
+        "UPDATE groups SET status = 'in_flight' WHERE ordinal = ?", [(ordinal,) for ordinal in ordinals]
     )
+    ledger.refresh()
 
 
 def _drop_unreadable(ledger: Ledger, ordinals: list[int]) -> list[int]:

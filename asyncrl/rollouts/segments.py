@@ -55,16 +55,17 @@ def segment_numbers(directory: Path) -> list[int]:
 
 
 class SegmentWriter:
-    """Appends records; an error leaves the file as it was before the call."""
+    """Appends records. They are collected in memory and written by one call; an error leaves the file as it was."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         """Opens a new segment behind the highest existing number; the next one after ``max_bytes``."""
         self.directory = directory
         self.max_bytes = max_bytes
         self._number = max(segment_numbers(directory), default=0)
-        self._unsynced: list[int] = []  # descriptors of full segments
-        self._fd = -1
-        self._open_next()
+        self._full: list[int] = []  # descriptors of full segments that are not synced
+        self._waiting: list[bytes] = []
+        self._written = self._end = 0  # bytes in the file, and with those that wait
+        self._fd = self._open_next()
 
     @property
     def number(self) -> int:
@@ -72,48 +73,68 @@ class SegmentWriter:
         return self._number
 
     def append(self, payload: bytes) -> Location:
-        """Write one record. It survives the death of this process; ``sync`` makes it survive that of the machine.
+        """Where the payload will lie once ``flush`` has returned.
 
         Raises:
-            OSError: as from write(2), such as ENOSPC; what was there is unharmed.
+            OSError: from writing the rest of a full segment or opening the next.
         """
         if self._end and self._end + _HEADER.size + len(payload) > self.max_bytes:
-            self._unsynced.append(self._fd)
-            self._open_next()
+            self.flush()
+            self._full.append(self._fd)
+            self._fd = self._open_next()
+            self._written = self._end = 0
         crc = zlib.crc32(payload)
-        record = memoryview(_HEADER.pack(MAGIC, len(payload), crc) + payload)
-        written = 0
+        self._waiting += (_HEADER.pack(MAGIC, len(payload), crc), payload)
+        where = Location(self._number, self._end + _HEADER.size, len(payload), crc)
+        self._end = where.offset + where.length
+        return where
+
+    def flush(self) -> None:
+        """Records appended so far survive the death of this process when this returns.
+
+        Raises:
+            OSError: as from write(2), such as ENOSPC; what was there is unharmed, what was appended is discarded.
+        """
+        if not self._waiting:
+            return
+        rest = memoryview(b"".join(self._waiting))
         try:
-            while written < len(record):
-                written += os.write(self._fd, record[written:])
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
         except OSError:
-            os.ftruncate(self._fd, self._end)
+            self.discard()
             raise
-        offset = self._end + _HEADER.size
-        self._end += len(record)
-        return Location(self._number, offset, len(payload), crc)
+        self._waiting.clear()
+        self._written = self._end
+
+    def discard(self) -> None:
+        """Forget what was appended since the last flush."""
+        self._waiting.clear()
+        self._end = self._written
+        os.ftruncate(self._fd, self._written)
 
     def sync(self) -> None:
-        """Every record written so far is on the disk when this returns."""
-        while self._unsynced:
-            os.fsync(self._unsynced[0])
-            os.close(self._unsynced.pop(0))
+        """Every record appended so far is on the disk when this returns."""
+        self.flush()
+        while self._full:
+            os.fsync(self._full[0])
+            os.close(self._full.pop(0))
         os.fsync(self._fd)
 
     def close(self) -> None:
         self.sync()
         os.close(self._fd)
 
-    def _open_next(self) -> None:
+    def _open_next(self) -> int:
         path = segment_path(self.directory, self._number + 1)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._number += 1
-        self._end = 0
         folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+        return fd
 
 
 def read_record(directory: Path, location: Location) -> bytes:

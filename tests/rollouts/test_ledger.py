@@ -7,6 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -205,6 +206,7 @@ class TestDiskFull:
             capture_output=True,
             text=True,
             check=True,
+            cwd=Path(__file__).resolve().parents[2],
         )
         assert "error cannot write the ledger" in run.stdout
         last = int(run.stdout.split("last ")[1])
