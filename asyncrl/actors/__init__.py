@@ -1,0 +1,1 @@
+"""The processes of a run and their life cycle: controller, generators, supervisor."""
