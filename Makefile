@@ -12,7 +12,7 @@ quickstart: env
 
 env:
 	@python="$(PYTHON)"; if [ -z "$$python" ]; then python=$$(requirements/python.sh) || exit 1; fi; \
-	"$$python" requirements/env.py --lock $(LOCK)
+	"$$python" -IS requirements/env.py --lock $(LOCK)
 
 lint: env
 	$(BIN)/ruff check .

@@ -90,16 +90,17 @@ def index_arguments(python: Path | str, torch: str) -> list[str]:
 
 def install_lock(venv: Path, lock: Path) -> None:
     """Builds the environment anew. The lock is complete, so pip must not resolve (``--no-deps``)."""
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
+    base = os.path.realpath(sys.executable)  # this may be the environment's own Python, about to be removed
+    subprocess.run([base, "-m", "venv", "--clear", str(venv)], check=True)
     python = venv / "bin" / "python"
-    pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+    pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps"]
     subprocess.run([*pip, *index_arguments(python, pinned_torch(lock)), "-r", str(lock)], check=True)
 
 
 def install_project(venv: Path) -> None:
     """Installs this checkout, which also gives vLLM's processes the plugin's entry point."""
     python = venv / "bin" / "python"
-    pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+    pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps"]
     subprocess.run([*pip, "--no-build-isolation", "-e", str(ROOT)], check=True)
 
 
