@@ -1,0 +1,51 @@
+"""The one error that a user's configuration can raise: every problem found, each with its key and its remedy."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+USER_ERROR_STATUS = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``key`` is the dotted key as it is typed on the command line."""
+
+    key: str
+    message: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}\n    -> {self.remedy}"
+
+
+class ConfigError(Exception):
+    """One or more problems with what the user asked for; never a bug, so it is shown without a traceback."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        super().__init__("\n".join(map(str, problems)))
+
+
+@contextmanager
+def exit_on_config_error() -> Iterator[None]:
+    """Turns a ConfigError into a message on stderr and exit status 2.
+
+    Every rank of a node finds the same problems, so only local rank 0 prints them.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            count = len(error.problems)
+            heading = "1 problem" if count == 1 else f"{count} problems"
+            print(f"asyncrl: {heading} in the configuration; nothing was started\n{error}", file=sys.stderr, flush=True)
+        sys.exit(USER_ERROR_STATUS)
+
+
+class RunFailed(Exception):
+    """An expected end of a run, for example an expired deadline: the text is the reason and, if any, the remedy."""
