@@ -1,0 +1,308 @@
+"""The trainer's side of a weight push: gathers shards while training goes on, sends, has engines prove and commit.
+
+    publisher = WeightPublisher(named_params, wire_dtype="bfloat16", rank=rank, world=world)   # on every rank
+    publisher.publish(version)            # every rank, the same order; returns at once
+    ... forward and backward of the next step ...
+    publisher.wait_gathered()             # before anything changes the parameters
+    optimizer.step()
+
+Invariants:
+- all ranks gather or none does: rank 0 gets ``ready`` from the engines first and broadcasts its decision;
+- parameters are read between ``publish`` and ``wait_gathered`` only;
+- at most ``window_bytes`` (or one tensor, if that is larger) of gathered bytes exist at a time;
+- versions are pushed one after the other, each to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.transport.errors import DeadlineExpired
+from asyncrl.weights.digest import tensor_digests
+from asyncrl.weights.errors import GatherMismatch, PublishFailed
+from asyncrl.weights.gather import Gatherer, Local, local_of
+from asyncrl.weights.manifest import WIRE_DTYPES
+from asyncrl.weights.subscribers import Engine, Hub, Timings
+
+log = logging.getLogger(__name__)
+
+FAILED, NOT_NEEDED, SEND = -1, 0, 1
+
+
+@dataclass
+class SyncReport:
+    """What one push did. Seconds; those of engines are the slowest engine's. Empty of engines: nobody lacked it."""
+
+    version: int
+    bytes: int = 0
+    engines: list[str] = field(default_factory=list)  # that serve the version now
+    dropped: dict[str, str] = field(default_factory=dict)  # name -> reason
+    ready_s: float = 0.0  # until the engines were ready
+    gather_s: float = 0.0  # until the bytes no longer depended on parameters
+    transfer_s: float = 0.0  # from the first byte until all engines held all
+    commit_s: float = 0.0  # until all engines had resumed
+    total_s: float = 0.0
+    load_s: float = 0.0  # of which in the worker
+    digest_s: float = 0.0  # of which digests
+    pause_s: float = 0.0  # generation stood still
+
+
+@dataclass
+class _Job:
+    version: int
+    locals: list[Local]
+    gathered: threading.Event = field(default_factory=threading.Event)
+    finished: threading.Event = field(default_factory=threading.Event)
+    report: SyncReport | None = None
+
+
+class WeightPublisher:
+    """Pushes ``named_params()`` to all engines that subscribed. One thread a rank; rank 0 also serves the links."""
+
+    def __init__(
+        self,
+        named_params: Callable[[], Iterable[tuple[str, Tensor]]],
+        *,
+        wire_dtype: str = "",
+        rank: int = 0,
+        world: int = 1,
+        group: dist.ProcessGroup | None = None,
+        chunk_bytes: int = 16 << 20,
+        window_bytes: int = 64 << 20,
+        deadline_s: float = 120.0,
+        on_drop: Callable[[str, str], None] | None = None,
+        **listener_options: Any,
+    ) -> None:
+        """``named_params()``: (Hugging Face name, tensor or DTensor), the same order on all ranks and every time.
+
+        ``wire_dtype``: of ``manifest.WIRE_DTYPES``; empty sends each tensor as it is. ``group``: used by this
+        publisher alone, with a timeout beyond ``deadline_s``; None makes one if ``world`` > 1 (a collective call).
+        ``deadline_s``: for every single phase of an engine. ``on_drop(engine, reason)``: called on rank 0, from the
+        publisher's thread. ``listener_options``: see ``Listener`` (address, keys, heartbeat_s, ...).
+        """
+        self._named_params = named_params
+        self._wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
+        self.rank, self.world = rank, world
+        if group is None and world > 1:
+            group = dist.new_group(timeout=timedelta(seconds=2 * deadline_s + 60))
+        self._group = group
+        self._chunk_bytes, self._window_bytes, self._deadline_s = chunk_bytes, window_bytes, deadline_s
+        self._on_drop = on_drop
+        self._gatherer: Gatherer | None = None
+        self._error: BaseException | None = None
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._last: _Job | None = None
+        self._hub = Hub(deadline_s, **listener_options) if rank == 0 else None
+        self.endpoint = self._hub.endpoint if self._hub else ""
+        self._thread = threading.Thread(target=self._run, name=f"publisher rank {rank}", daemon=True)
+        self._thread.start()
+
+    def publish(self, version: int) -> None:
+        """Begin to push the parameters as they are now. Raises what an earlier push died of."""
+        self._check()
+        locals_ = [local_of(name, parameter) for name, parameter in self._named_params()]
+        self._last = _Job(version, locals_)
+        self._jobs.put(self._last)
+
+    def wait_gathered(self, deadline_s: float | None = None) -> None:
+        """Until no push depends on the parameters any more. Raises ``PublishFailed`` or ``DeadlineExpired``."""
+        self._wait("gathered", deadline_s)
+
+    def wait_committed(self, deadline_s: float | None = None) -> SyncReport | None:
+        """Until the last push came to its end; returns its report (rank 0; None elsewhere or before the first)."""
+        self._wait("finished", deadline_s)
+        return self._last.report if self._last else None
+
+    def wait_for_engines(self, count: int, deadline_s: float) -> None:
+        """Rank 0: until ``count`` engines have subscribed in full."""
+        assert self._hub is not None, "engines subscribe to rank 0"
+        self._hub.run(self._hub.subscribers.wait_for(count, deadline_s), deadline_s + 10, "engines to subscribe")
+
+    def close(self) -> None:
+        """End the thread after the push in progress, and leave the engines."""
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join(4 * self._deadline_s)
+        hub, self._hub = self._hub, None
+        if hub is not None:
+            hub.close()
+
+    def __enter__(self) -> WeightPublisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise PublishFailed(f"the weight push of rank {self.rank} failed: {self._error}") from self._error
+
+    def _wait(self, event: str, deadline_s: float | None) -> None:
+        job = self._last
+        if job is not None:
+            seconds = 4 * self._deadline_s if deadline_s is None else deadline_s
+            if not getattr(job, event).wait(seconds):
+                raise DeadlineExpired(f"trainer rank {self.rank}", seconds, f"version {job.version} to be {event}")
+        self._check()
+
+    # -- the publisher's thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                if self._error is None:
+                    with torch.no_grad():
+                        self._push(job)
+            except BaseException as error:  # raised again in the trainer's thread by ``_check``
+                log.exception("pushing version %d failed", job.version)
+                self._error = error
+            finally:
+                job.gathered.set()
+                job.finished.set()
+
+    def _push(self, job: _Job) -> None:
+        if self._gatherer is None:
+            self._gatherer = Gatherer(
+                job.locals, self._wire_dtype, rank=self.rank, world=self.world, group=self._group,
+                bucket_bytes=self._chunk_bytes,
+            )  # fmt: skip
+        if self._hub is None:
+            if self._decide(None) == SEND:
+                for bucket in self._gatherer.buckets:
+                    self._gatherer.gather(bucket, job.locals)
+                self._gatherer.shard_digests()
+            return
+        job.report = SyncReport(job.version)
+        try:
+            _Sender(self._hub, self._gatherer, job, self._decide, self._chunk_bytes, self._window_bytes).run()
+        finally:
+            dropped, self._hub.subscribers.dropped = self._hub.subscribers.dropped, {}
+            job.report.dropped.update(dropped)
+            for engine, reason in dropped.items():
+                log.warning("%s is dropped: it %s", engine, reason)
+                if self._on_drop:
+                    self._on_drop(engine, reason)
+
+    def _decide(self, decision: int | None) -> int:
+        """Rank 0's decision, on all ranks."""
+        if self.world == 1:
+            return NOT_NEEDED if decision is None else decision
+        on_gloo = dist.get_backend(self._group) == "gloo"
+        value = torch.tensor([0 if decision is None else decision], device="cpu" if on_gloo else "cuda")
+        dist.broadcast(value, 0 if self._group is None else dist.get_global_rank(self._group, 0), group=self._group)
+        if value.item() == FAILED and decision is None:
+            raise RuntimeError("rank 0 could not reach the engines")
+        return int(value.item())
+
+
+class _Sender:
+    """Rank 0's way through one version."""
+
+    def __init__(
+        self, hub: Hub, gatherer: Gatherer, job: _Job, decide: Callable[[int], int], chunk_bytes: int, window_bytes: int
+    ) -> None:
+        assert job.report is not None
+        self._hub, self._gatherer, self._job, self._decide = hub, gatherer, job, decide
+        self._chunk_bytes, self._window_bytes = chunk_bytes, window_bytes
+        self._report = job.report
+        self._engines: list[Engine] = []
+        self._in_flight: deque[tuple[Any, int]] = deque()
+        self._timings = Timings()
+
+    def run(self) -> None:
+        began = time.monotonic()
+        version, report = self._job.version, self._report
+        try:
+            self._announce()
+        except BaseException:
+            self._decide(FAILED)
+            raise
+        report.ready_s = time.monotonic() - began
+        if self._decide(SEND if self._engines else NOT_NEEDED) == SEND:
+            sending = time.monotonic()
+            digests = self._send()
+            self._phase("verify", version, digests)
+            report.transfer_s = time.monotonic() - sending
+            committing = time.monotonic()
+            self._phase("load", version)
+            report.commit_s = time.monotonic() - committing
+            report.bytes = self._gatherer.manifest.nbytes
+        report.engines = [engine.name for engine in self._engines]
+        report.load_s, report.digest_s = self._timings.load_s, self._timings.digest_s
+        report.pause_s = self._timings.pause_s
+        report.total_s = time.monotonic() - began
+
+    def _announce(self) -> None:
+        subscribers, manifest = self._hub.subscribers, self._gatherer.manifest
+
+        async def announce() -> list[Engine]:
+            lacking = subscribers.lacking(self._job.version)
+            return await subscribers.announce(self._job.version, manifest.nbytes, manifest.to_bytes(), lacking)
+
+        self._engines = self._hub.start(announce()).result()
+
+    def _phase(self, name: str, *arguments: Any) -> None:
+        work = getattr(self._hub.subscribers, name)(*arguments, self._engines, self._timings)
+        self._engines = self._hub.start(work).result()
+
+    def _send(self) -> bytes:
+        """Gather and send all buckets; returns the digests of what was sent, as uint64."""
+        began = time.monotonic()
+        specs = self._gatherer.manifest.specs
+        sent: list[int] = []
+        for bucket in self._gatherer.buckets:
+            origin = specs[bucket[0]].offset
+            self._make_room(specs[bucket[-1]].offset + specs[bucket[-1]].nbytes - origin)
+            stream = self._gatherer.gather(bucket, self._job.locals)
+            assert stream is not None
+            if self._gatherer.world > 1:
+                sent += tensor_digests(specs[i].view(stream, origin) for i in bucket)
+            self._submit(origin, stream)
+        shards = self._gatherer.shard_digests()
+        self._report.gather_s = time.monotonic() - began
+        self._job.gathered.set()
+        self._make_room(None)
+        self._engines = [engine for engine in self._engines if not engine.dropped]
+        assert shards is not None
+        if self._gatherer.world > 1 and sent != shards:
+            wrong = [spec.name for spec, a, b in zip(specs, sent, shards, strict=True) if a != b]
+            raise GatherMismatch(self._job.version, wrong)
+        return np.array(shards, "<u8").tobytes()
+
+    def _submit(self, origin: int, stream: Tensor) -> None:
+        data = stream.numpy()
+        parts = [(begin, data[begin : begin + self._chunk_bytes]) for begin in range(0, len(data), self._chunk_bytes)]
+
+        async def send() -> None:
+            await asyncio.gather(
+                *(
+                    self._hub.subscribers.chunk(self._job.version, origin + begin, part, self._engines)
+                    for begin, part in parts
+                )
+            )
+
+        self._in_flight.append((self._hub.start(send()), len(data)))
+
+    def _make_room(self, nbytes: int | None) -> None:
+        """Wait until ``nbytes`` more fit the window; None: until nothing is in flight."""
+        while self._in_flight:
+            if nbytes is not None and sum(n for _, n in self._in_flight) + nbytes <= self._window_bytes:
+                return
+            self._in_flight.popleft()[0].result()

@@ -1,0 +1,155 @@
+"""The receiving end inside an engine's worker: bytes of the next version pile up here while the engine generates.
+
+One thread per worker talks to the publisher. The engine's own thread meets it in ``take`` only, after the publisher has
+said that everything arrived. Nothing here knows vLLM.
+
+Invariants:
+- the staging buffer is written between ``announce`` and ``staged`` and read between ``load`` and ``loaded``; the
+  publisher announces the next version only after that;
+- chunks arrive in order without a gap, or the version fails.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.transport.blocking import BlockingDialer
+from asyncrl.transport.errors import ProtocolError, TransportError
+from asyncrl.transport.frames import Message, array_of
+from asyncrl.weights.manifest import Manifest, TensorSpec
+from asyncrl.weights.messages import PUBLISHER_SCHEMA, worker_name
+
+
+@dataclass
+class Staged:
+    """One version's bytes as far as they have arrived; ``digests`` come last."""
+
+    version: int
+    manifest: Manifest
+    stream: Tensor  # uint8, CPU, 1-d
+    received: int = 0
+    digests: list[int] | None = None
+    began: float = 0.0
+
+    def tensors(self) -> Iterator[tuple[TensorSpec, Tensor]]:
+        """Views of the staging buffer in the order of the manifest."""
+        for spec in self.manifest.specs:
+            yield spec, spec.view(self.stream)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Append a chunk. Raises ``ProtocolError`` if it is not the next one."""
+        end = offset + data.nbytes
+        if offset != self.received or end > self.manifest.nbytes:
+            raise ProtocolError(
+                f"version {self.version}: bytes {offset} to {end} came where byte {self.received} of "
+                f"{self.manifest.nbytes} was due"
+            )
+        self.stream.numpy()[offset:end] = np.frombuffer(data, np.uint8)
+        self.received = end
+
+    def complete(self, digests: list[int]) -> None:
+        """Raises ``ProtocolError`` unless every byte and one digest a tensor is here."""
+        if self.received != self.manifest.nbytes or len(digests) != len(self.manifest.specs):
+            raise ProtocolError(
+                f"version {self.version}: {self.received} of {self.manifest.nbytes} bytes and {len(digests)} of "
+                f"{len(self.manifest.specs)} digests arrived"
+            )
+        self.digests = digests
+
+
+class Receiver:
+    """Stages what the publisher sends to worker ``rank`` of ``generator``; ``workers`` is how many it has."""
+
+    def __init__(
+        self, endpoint: str, generator: str, rank: int, workers: int, *, pin: bool = False, **link_options: Any
+    ) -> None:
+        """``pin``: page-locked memory, for a fast copy to a GPU. ``link_options``: see ``BlockingDialer``."""
+        self._who = {"generator": generator, "role": "worker", "rank": rank, "workers": workers}
+        name = worker_name(generator, rank)
+        self._link = BlockingDialer(name, PUBLISHER_SCHEMA, endpoint, events=True, **link_options)
+        self._pin = pin
+        self._staged: Staged | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._failure: Exception | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"{name} receiver", daemon=True)
+
+    def start(self, deadline_s: float = 60) -> None:
+        """Dial the publisher; raises ``DeadlineExpired`` if nobody answers."""
+        self._link.start(deadline_s=deadline_s)
+        self._thread.start()
+
+    def take(self, version: int) -> Staged:
+        """The complete bytes of ``version``. Raises ``RuntimeError`` if they are not here."""
+        staged = self._staged
+        if staged is None or staged.version != version or staged.digests is None:
+            state = "nothing" if staged is None else f"{staged.received} bytes of version {staged.version}"
+            why = f"; the receiving thread ended: {self._failure}" if self._failure else ""
+            raise RuntimeError(f"{self._link.name} was told to load version {version} but holds {state}{why}")
+        return staged
+
+    def report(self, kind: str, **header: Any) -> None:
+        """Tell the publisher; callable from any thread."""
+        self._link.send(kind, header)
+
+    def close(self) -> None:
+        """Leave the publisher and end the thread."""
+        self._closing = True
+        self._link.close()
+        if self._thread.is_alive():
+            self._thread.join(10)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                message = self._link.recv(deadline_s=None, waiting_for="weights")
+                self._handle(message)
+                self._link.done(message)
+        except TransportError as error:
+            if not self._closing:
+                self._failure = error
+                self._try_report(error)
+
+    def _try_report(self, error: TransportError) -> None:
+        version = -1 if self._staged is None else self._staged.version
+        try:
+            self._link.send("failed", {"version": version, "reason": str(error)}, deadline_s=5)
+        except TransportError:
+            return  # the link itself is what failed; ``take`` tells
+
+    def _handle(self, message: Message) -> None:
+        version = message.header.get("version", -1)
+        match message.kind:
+            case "$joined":
+                self._staged = None
+                self._link.send("subscribe", self._who)
+            case "announce":
+                self._announced(version, Manifest.from_bytes(message.buffers[0]))
+                self._link.send("ready", {"version": version})
+            case "chunk":
+                self._current(version).write(message.header["offset"], message.buffers[0])
+            case "verify":
+                data = message.buffers[0]
+                staged = self._current(version)
+                staged.complete([int(d) for d in array_of(data, "<u8", [data.nbytes // 8])])
+                self._link.send("staged", {"version": version, "seconds": time.monotonic() - staged.began})
+            case "dropped":
+                self._staged = None
+
+    def _announced(self, version: int, manifest: Manifest) -> None:
+        if self._buffer.numel() != manifest.nbytes:
+            self._buffer = torch.empty(manifest.nbytes, dtype=torch.uint8, pin_memory=self._pin)
+        self._staged = Staged(version, manifest, self._buffer, began=time.monotonic())
+
+    def _current(self, version: int) -> Staged:
+        if self._staged is None or self._staged.version != version:
+            raise ProtocolError(f"bytes of version {version} without its announcement")
+        return self._staged

@@ -1,0 +1,293 @@
+"""The publisher's side of the links to engines: who is here, and each engine's way through one version.
+
+Lives on its own event loop in a thread of trainer rank 0 (``Hub``), so that heartbeats go on while the publisher's
+thread gathers. An engine that fails a phase, by an error, a lost link or a missed deadline, is dropped with the reason;
+the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from asyncrl.transport.errors import DeadlineExpired, PeerLost, TransportError
+from asyncrl.transport.frames import Buffer, Message
+from asyncrl.transport.links import Listener
+from asyncrl.transport.waiting import Deadline
+from asyncrl.weights.messages import PUBLISHER_SCHEMA
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EngineFailed(RuntimeError):
+    """An engine reported that it cannot go on with a version."""
+
+
+@dataclass
+class Engine:
+    """One generator's links. Complete once its frontend and all its workers are here."""
+
+    name: str
+    expected: int = 0
+    frontend: str = ""
+    workers: dict[int, str] = field(default_factory=dict)
+    version: int = -1  # committed last
+    dropped: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.frontend) and 0 < self.expected == len(self.workers)
+
+    @property
+    def peers(self) -> list[str]:
+        return [*self.workers.values(), self.frontend]
+
+
+@dataclass
+class Timings:
+    """Seconds reported by the engines for one version; the slowest counts."""
+
+    staged_s: float = 0.0
+    load_s: float = 0.0
+    digest_s: float = 0.0
+    pause_s: float = 0.0
+
+
+class Subscribers:
+    """Methods run on the hub's loop."""
+
+    def __init__(self, listener: Listener, deadline_s: float) -> None:
+        self._listener, self._deadline_s = listener, deadline_s
+        self._engines: dict[str, Engine] = {}
+        self._engine_of: dict[str, Engine] = {}
+        self._answers: dict[tuple[str, str, int], asyncio.Future[dict[str, Any]]] = {}
+        self._arrivals: list[asyncio.Future[None]] = []
+        self.dropped: dict[str, str] = {}  # name -> reason; the publisher takes and clears them
+
+    # -- who is here --------------------------------------------------------------------------------------------------
+
+    async def receive(self) -> None:
+        """Handle messages until cancelled."""
+        while True:
+            message = await self._listener.recv(deadline_s=None, waiting_for="the engines")
+            self._handle(message)
+            self._listener.done(message)
+
+    def lacking(self, version: int) -> list[Engine]:
+        """Complete engines that have committed another version."""
+        return [e for e in self._engines.values() if e.complete and e.version != version]
+
+    async def wait_for(self, count: int, deadline_s: float) -> None:
+        """Until ``count`` engines are complete."""
+        deadline = Deadline("publisher", deadline_s, lambda: f"engines here: {sorted(self._engines) or 'none'}")
+        while sum(e.complete for e in self._engines.values()) < count:
+            arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._arrivals.append(arrival)
+            await deadline.wait(arrival, f"{count} engines to subscribe")
+
+    def _handle(self, message: Message) -> None:
+        kind, header, peer = message.kind, message.header, message.peer
+        if kind == "$left":
+            self._lost(peer, f"{peer} left: {header['reason']}")
+        elif kind == "subscribe":
+            self._subscribe(peer, header)
+        elif kind in ("mismatch", "failed"):
+            self._fail(peer, EngineFailed(f"{peer}: {header['reason']}"))
+        elif not kind.startswith("$"):
+            self._answer(peer, kind, header)
+
+    def _subscribe(self, peer: str, header: dict[str, Any]) -> None:
+        name = header["generator"]
+        engine = self._engines.setdefault(name, Engine(name))
+        engine.version = -1  # whatever is new about it, it holds none of this publisher's versions
+        if header["role"] == "frontend":
+            engine.frontend = peer
+        else:
+            engine.expected = header["workers"]
+            engine.workers[header["rank"]] = peer
+        self._engine_of[peer] = engine
+        arrivals, self._arrivals = self._arrivals, []
+        for arrival in arrivals:
+            if not arrival.done():
+                arrival.set_result(None)
+
+    def _lost(self, peer: str, reason: str) -> None:
+        self._fail(peer, PeerLost(reason))
+        engine = self._engine_of.pop(peer, None)
+        if engine is not None and peer in engine.peers:
+            self._engines.pop(engine.name, None)
+            for other in engine.peers:
+                self._engine_of.pop(other, None)
+
+    # -- one version --------------------------------------------------------------------------------------------------
+
+    async def announce(self, version: int, nbytes: int, manifest: bytes, engines: list[Engine]) -> list[Engine]:
+        """Tell the engines what comes; returns those that are ready for it."""
+
+        async def one(engine: Engine) -> None:
+            header = {"version": version, "bytes": nbytes}
+            await self._ask_all(engine.peers, "announce", header, [manifest], "ready", version)
+
+        return await self._each(engines, one, "get ready")
+
+    async def chunk(self, version: int, offset: int, data: Buffer, engines: list[Engine]) -> list[Engine]:
+        """Send bytes to all workers and return, with the engines still in, when every one has staged them.
+
+        Calls made one after the other may overlap: each queues its messages before the next one begins.
+        """
+
+        async def one(engine: Engine) -> None:
+            if engine.dropped:
+                raise EngineFailed("dropped before")
+            header = {"version": version, "offset": offset}
+            await asyncio.gather(
+                *(
+                    self._listener.send(w, "chunk", header, [data], deadline_s=self._deadline_s, wait="acked")
+                    for w in engine.workers.values()
+                )
+            )
+
+        return await self._each(engines, one, "stage bytes")
+
+    async def verify(self, version: int, digests: bytes, engines: list[Engine], into: Timings) -> list[Engine]:
+        """Send the digests; returns the engines whose workers hold every byte."""
+
+        async def one(engine: Engine) -> None:
+            workers = list(engine.workers.values())
+            for answer in await self._ask_all(workers, "verify", {"version": version}, [digests], "staged", version):
+                into.staged_s = max(into.staged_s, answer["seconds"])
+
+        return await self._each(engines, one, "hold all bytes")
+
+    async def load(self, version: int, engines: list[Engine], into: Timings) -> list[Engine]:
+        """Have the engines load what is staged; returns those that serve the version now."""
+
+        async def one(engine: Engine) -> None:
+            loaded = [self._expect(worker, "loaded", version) for worker in engine.workers.values()]
+            (committed,) = await self._ask_all(
+                [engine.frontend], "load", {"version": version}, [], "committed", version
+            )
+            into.pause_s = max(into.pause_s, committed["pause_s"])
+            for answer in await asyncio.gather(*loaded):
+                into.load_s = max(into.load_s, answer["load_s"])
+                into.digest_s = max(into.digest_s, answer["digest_s"])
+            engine.version = version
+
+        return await self._each(engines, one, "load and commit")
+
+    async def _each(self, engines: list[Engine], work: Callable[[Engine], Awaitable[None]], what: str) -> list[Engine]:
+        """Run ``work`` for all engines at once, drop those for which it fails, return the others."""
+        results = await asyncio.gather(*(work(engine) for engine in engines), return_exceptions=True)
+        kept = []
+        for engine, result in zip(engines, results, strict=True):
+            if result is None:
+                kept.append(engine)
+            elif isinstance(result, (TransportError, EngineFailed)):
+                await self._drop(engine, f"did not {what}: {result}")
+            else:
+                raise result
+        return kept
+
+    async def _drop(self, engine: Engine, reason: str) -> None:
+        if engine.dropped:
+            return
+        engine.dropped = True
+        self.dropped[engine.name] = reason
+        self._engines.pop(engine.name, None)
+        for peer in engine.peers:
+            self._engine_of.pop(peer, None)
+            if peer in self._listener.peers:
+                # told without waiting: it may be the one that does not listen
+                await asyncio.gather(
+                    self._listener.send(peer, "dropped", {"reason": reason}, deadline_s=0.1), return_exceptions=True
+                )
+
+    # -- questions and answers ----------------------------------------------------------------------------------------
+
+    async def _ask_all(
+        self, peers: list[str], kind: str, header: dict[str, Any], buffers: list[Buffer], answer: str, version: int
+    ) -> list[dict[str, Any]]:
+        """Send to all peers, then wait for an ``answer`` of this version from each, within one deadline."""
+        futures = [self._expect(peer, answer, version) for peer in peers]
+        deadline = Deadline("publisher", self._deadline_s)
+        for peer in peers:
+            await self._listener.send(peer, kind, header, buffers, deadline_s=self._deadline_s)
+        return [
+            await deadline.wait(future, f"{peer} to answer {kind} of version {version} with {answer}")
+            for peer, future in zip(peers, futures, strict=True)
+        ]
+
+    def _expect(self, peer: str, kind: str, version: int) -> asyncio.Future[dict[str, Any]]:
+        key = (peer, kind, version)
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._answers[key] = future
+        future.add_done_callback(lambda f: self._answers.pop(key, None) if self._answers.get(key) is f else None)
+        return future
+
+    def _answer(self, peer: str, kind: str, header: dict[str, Any]) -> None:
+        future = self._answers.get((peer, kind, header["version"]))
+        if future is not None and not future.done():  # else: from an engine dropped meanwhile
+            future.set_result(header)
+
+    def _fail(self, peer: str, error: Exception) -> None:
+        """End every wait for the engine of ``peer``."""
+        engine = self._engine_of.get(peer)
+        peers = {peer} if engine is None else set(engine.peers)
+        for (who, _, _), future in list(self._answers.items()):
+            if who in peers and not future.done():
+                future.set_exception(error)
+                future.exception()  # seen, even if the wait for it has not begun
+
+
+class Hub:
+    """An event loop in a thread, with the publisher's listener on it."""
+
+    def __init__(self, deadline_s: float, **listener_options: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="asyncrl publisher links", daemon=True)
+        self._thread.start()
+        self._options, self._deadline_s = listener_options, deadline_s
+        self.endpoint = self.run(self._open(), 30, "the publisher to bind")
+
+    async def _open(self) -> str:
+        self._listener = Listener("publisher", PUBLISHER_SCHEMA, **self._options)
+        endpoint = await self._listener.start()
+        self.subscribers = Subscribers(self._listener, self._deadline_s)
+        self._receiving = asyncio.create_task(self.subscribers.receive())
+        self._receiving.add_done_callback(self._ended)
+        return endpoint
+
+    @staticmethod
+    def _ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():  # every later wait for an engine ends at its deadline, and this says why
+            log.error("the publisher stopped listening to the engines", exc_info=task.exception())
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Any:
+        """Run a coroutine; returns a concurrent future."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T], deadline_s: float, reason: str) -> T:
+        """Run a coroutine and wait for it. Its own deadlines are the tighter ones."""
+        future = self.start(work)
+        try:
+            return future.result(deadline_s)
+        except TimeoutError as error:
+            if isinstance(error, DeadlineExpired):
+                raise
+            future.cancel()
+            raise DeadlineExpired("publisher", deadline_s, reason) from error
+
+    def close(self) -> None:
+        async def end() -> None:
+            self._receiving.cancel()
+            await self._listener.close()
+
+        self.run(end(), 15, "the publisher's links to close")
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)

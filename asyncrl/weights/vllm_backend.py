@@ -1,0 +1,158 @@
+"""vLLM's weight-transfer backend "zmq": loads what ``staging.Receiver`` has staged, and proves what it loaded.
+
+The generator drives it through AsyncLLM: init_weight_transfer_engine, then for every version (generation paused)
+start_weight_update, update_weights({"version": v}), finish_weight_update. Bytes are already here by then.
+
+Invariants:
+- a digest is taken of exactly the tensor handed to ``load_weights``, on its device, and compared with the publisher's;
+- every tensor sent matches something in the engine, and everything that the engine loaded from its checkpoint was
+  sent: a tied head is sent once, an untied one twice;
+- a failed update leaves the engine unusable and says so: it never resumes on a mixture.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from asyncrl.transport.keys import Keys
+from asyncrl.weights.digest import U64, tensor_digest
+from asyncrl.weights.errors import WeightMismatch
+from asyncrl.weights.staging import Receiver, Staged
+
+
+@dataclass
+class ZmqInitInfo(WeightTransferInitInfo):
+    """Where the publisher is and which generator this engine belongs to. ``link`` goes to ``BlockingDialer``."""
+
+    publisher: str
+    generator: str
+    keys_file: str = ""
+    deadline_s: float = 60.0
+    link: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ZmqUpdateInfo(WeightTransferUpdateInfo):
+    """Load this version from staging."""
+
+    version: int
+
+
+class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
+    """Works with vLLM 0.25.1 and 0.32."""
+
+    init_info_cls = ZmqInitInfo
+    update_info_cls = ZmqUpdateInfo
+
+    _receiver: Receiver | None = None
+    _expected: set[str] | None = None
+    _wanted: set[str]
+    _figures: dict[str, Any] | None = None
+    _began = 0.0
+
+    def init_transfer_engine(self, init_info: ZmqInitInfo) -> None:
+        """Start the receiving thread. May be called again, to follow a publisher to another address."""
+        parallel = self.parallel_config
+        if parallel.pipeline_parallel_size != 1:
+            raise ValueError("weights are pushed to whole models: pipeline parallel engines are not supported")
+        self.shutdown()
+        self._expected = checkpoint_names(Path(self.model_config.model))
+        keys = Keys.load(init_info.keys_file) if init_info.keys_file else None
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        workers = parallel.data_parallel_size * parallel.world_size
+        receiver = Receiver(
+            init_info.publisher, init_info.generator, rank, workers,
+            pin=self.device.type == "cuda", keys=keys, **init_info.link,
+        )  # fmt: skip
+        receiver.start(init_info.deadline_s)
+        self._receiver = receiver
+
+    def start_weight_update(self) -> None:
+        self._began = time.monotonic()
+        initialize_layerwise_reload(self.model)
+        # a quantised engine has parameters of its own making, which no checkpoint holds
+        quantised = self.model_config.quantization is not None
+        self._wanted = set() if quantised else {name for name, _ in self.model.named_parameters()}
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: ZmqUpdateInfo) -> None:
+        """Load a staged version. Raises ``WeightMismatch``; the publisher is told as well."""
+        receiver = self._require_receiver()
+        staged = receiver.take(update_info.version)
+        try:
+            digest_s = self._load(staged)
+        except WeightMismatch as error:
+            receiver.report("mismatch", version=error.version, reason=str(error))
+            raise
+        self._figures = {"version": staged.version, "digest_s": digest_s}
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self._figures is not None:
+            self._require_receiver().report("loaded", load_s=time.monotonic() - self._began, **self._figures)
+        self._figures = None
+
+    def shutdown(self) -> None:
+        """Leave the publisher; the engine keeps its weights."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
+        """Abstract in vLLM 0.25.1. Our trainers send through ``asyncrl.weights.publisher``."""
+        raise TypeError("the zmq backend is fed by asyncrl.weights.publisher.WeightPublisher")
+
+    def _require_receiver(self) -> Receiver:
+        if self._receiver is None:
+            raise RuntimeError("call init_weight_transfer_engine before the first weight update")
+        return self._receiver
+
+    def _load(self, staged: Staged) -> float:
+        """Hand every tensor to the model and compare digests; returns the seconds that digests took."""
+        assert staged.digests is not None
+        digests, unwanted, digest_s = [], [], 0.0
+        loaded: set[str] = set()
+        for spec, tensor in staged.tensors():
+            handed = tensor.to(self.device, non_blocking=True)
+            began = time.monotonic()
+            digests.append(tensor_digest(handed))
+            digest_s += time.monotonic() - began
+            matched = self.model.load_weights([(spec.name, handed)])
+            if not matched:
+                unwanted.append(spec.name)
+            loaded |= set(matched or ())
+        values = torch.stack(digests).tolist()
+        names = staged.manifest.names
+        changed = [n for n, v, d in zip(names, values, staged.digests, strict=True) if v % U64 != d]
+        missing = sorted((self._expected or set()) - set(names)) or sorted(self._wanted - loaded)
+        if changed or missing or unwanted:
+            raise WeightMismatch(staged.version, changed, missing, unwanted)
+        return digest_s
+
+
+def checkpoint_names(folder: Path) -> set[str] | None:
+    """Names of the tensors in a folder's safetensors files; None if it has none (then only the engine can tell)."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+    return names or None
