@@ -139,6 +139,12 @@ class Engine:
         """Samples in the engine, waiting ones included."""
         return len(self._running)
 
+    async def died(self) -> None:
+        """Returns when the engine has died, idle or not."""
+        handler = self._llm.output_handler  # vLLM's task that books outputs; it ends with the engine
+        assert handler is not None
+        await asyncio.wait([handler])
+
     async def link(self, publisher: str, generator: str, keys_file: str = "", deadline_s: float = 60.0) -> None:
         """Have the workers dial the publisher and stage what it sends."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest

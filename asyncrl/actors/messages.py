@@ -31,7 +31,7 @@ CONTROLLER_SCHEMA = Schema(
         # generator -> controller
         "generator_hello": Kind({"pid": int, "host": str, "start_s": float}),
         "generator_ready": Kind(),
-        "committed": Kind({"version": int, "seconds": float, "bytes": int, "pause_s": float, "load_s": float}),
+        "committed": Kind({"version": int, "seconds": float, "bytes": int, "pause_s": float}),
         "sample": Kind(
             {"ordinal": int, "index": int, "finish_reason": str, "failure": str | None, "cached_tokens": int},
             buffers=3,

@@ -59,6 +59,7 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
     _receiver: Receiver | None = None
     _expected: set[str] | None = None
     _wanted: set[str]
+    _followers: list[torch.nn.Module]
     _figures: dict[str, Any] | None = None
     _began = 0.0
 
@@ -81,10 +82,11 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
 
     def start_weight_update(self) -> None:
         self._began = time.monotonic()
-        initialize_layerwise_reload(self.model)
-        # a quantised engine has parameters of its own making, which no checkpoint holds
+        # a quantised engine has parameters of its own making, which no checkpoint holds; a tied one is named once
         quantised = self.model_config.quantization is not None
         self._wanted = set() if quantised else {name for name, _ in self.model.named_parameters()}
+        self._followers = tied_followers(self.model)
+        initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -102,6 +104,8 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        for module in self._followers:
+            module.quant_method.process_weights_after_loading(module)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if self._figures is not None:
@@ -145,6 +149,22 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
         if changed or missing or unwanted:
             raise WeightMismatch(staged.version, changed, missing, unwanted)
         return digest_s
+
+
+def tied_followers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules that compute with another module's parameter, as a tied head does with the embedding's.
+
+    The reload writes new values into the shared storage while it processes the owner, but does not process these
+    again: on a CPU they would go on using the matrix that they packed from the old values.
+    """
+    owners: set[int] = set()
+    followers = []
+    for module in model.modules():
+        mine = [id(p) for p in module.parameters(recurse=False)]
+        if any(p in owners for p in mine) and hasattr(module, "quant_method"):
+            followers.append(module)
+        owners.update(mine)
+    return followers
 
 
 def checkpoint_names(folder: Path) -> set[str] | None:

@@ -1,0 +1,253 @@
+"""One generator: a vLLM engine that serves prompts of the controller and takes weights from the publisher.
+
+    python -m asyncrl.actors.generator --config RUN/config.json --name generator/0 --controller tcp://127.0.0.1:4711
+
+It starts its engine, greets the controller, learns the publisher's address, subscribes there and says it is ready; the
+weights that the trainers then push make it live. It ends with 0 when told to stop, 1 when it failed (the reason is the
+last line on stderr and goes to the controller), 143 after SIGTERM.
+
+Invariants:
+- no prompt is answered before weights are committed;
+- every sample asked for is answered once, with tokens or with a failure that says why;
+- nothing is drained on the way out: what was not answered is asked of another generator;
+- whatever ends this process ends the engine's processes too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from asyncrl.actors.engine import Completion, Engine, EngineBroken, Terms, prepare_environment
+from asyncrl.actors.messages import CONTROLLER_SCHEMA, INTS, sample_message
+from asyncrl.config.files import load_config
+from asyncrl.config.schema import Config, TransportConfig
+from asyncrl.rollouts.types import Sample
+from asyncrl.transport.errors import TransportError
+from asyncrl.transport.frames import Message, array_of
+from asyncrl.transport.keys import Keys
+from asyncrl.transport.links import Dialer
+from asyncrl.weights.messages import PUBLISHER_SCHEMA, frontend_name
+
+KEYS_FILE = "curve.json"  # in transport.keys_dir
+ENGINE_SHUTDOWN_S = 5.0
+
+
+class Stop(Exception):
+    """Told to stop, or found a reason to. ``code`` is the process's exit code."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class Generator:
+    """Everything after the engine has started. ``run`` ends by raising ``Stop``."""
+
+    def __init__(self, cfg: Config, name: str, engine: Engine, controller: str) -> None:
+        self._cfg, self.name, self._engine = cfg, name, engine
+        self._controller = Dialer(name, CONTROLLER_SCHEMA, controller, **link_options(cfg.transport))
+        self._publisher: Dialer | None = None
+        self._announced: tuple[float, int] = (0.0, 0)  # when, bytes
+        self._ended: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, start_s: float) -> None:
+        """Serve until a reason to end; raises ``Stop``. ``start_s``: seconds that the engine took to start."""
+        self._spawn(self._live(start_s))
+        self._spawn(self._watch_engine())
+        self._spawn(self._watch_controller())
+        raise await self._ended
+
+    def end(self, stop: Stop) -> None:
+        """Have ``run`` raise ``stop``; the first reason counts."""
+        if not self._ended.done():
+            self._ended.set_result(stop)
+
+    async def close(self, reason: str) -> None:
+        """Tell the controller ``reason``, if there is one, and leave."""
+        for task in list(self._tasks):
+            task.cancel()
+        with contextlib.suppress(TransportError):  # it may be the controller's end that ends us
+            if reason:
+                await self._controller.send("generator_failed", {"reason": reason}, deadline_s=1)
+                await self._controller.flush(deadline_s=1)
+        for link in (self._publisher, self._controller):
+            if link is not None:
+                await link.close(linger_s=0.2)
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def _live(self, start_s: float) -> None:
+        cfg, controller = self._cfg, self._controller
+        await controller.start(deadline_s=cfg.deadline.start_s)
+        hello = {"pid": os.getpid(), "host": socket.gethostname(), "start_s": start_s}
+        await controller.send("generator_hello", hello)
+        while True:
+            waiting_for = "prompts" if self._publisher else "the publisher's address (a trainer that is ready)"
+            deadline_s = None if self._publisher else cfg.deadline.start_s
+            self._from_controller(await controller.recv(deadline_s=deadline_s, waiting_for=waiting_for, auto_done=True))
+
+    def _from_controller(self, message: Message) -> None:
+        header = message.header
+        match message.kind:
+            case "generate":
+                prompt = array_of(message.buffers[0], INTS, [message.buffers[0].nbytes // 4]).tolist()
+                for index in header["indices"]:
+                    terms = Terms(header["ordinal"], index, header["temperature"], header["max_tokens"])
+                    self._spawn(self._answer(prompt, terms))
+            case "welcome":
+                self._spawn(self._follow(header["publisher"]))
+            case "stop":
+                self.end(Stop(0, header["reason"]))
+
+    async def _answer(self, prompt: list[int], terms: Terms) -> None:
+        completion = await self._engine.sample(prompt, terms)
+        header, buffers = sample_message(_sample(terms, completion, self.name), completion.cached_tokens)
+        await self._controller.send("sample", header, buffers, deadline_s=self._cfg.deadline.batch_s)
+
+    async def _follow(self, endpoint: str) -> None:
+        """Subscribe to the publisher and load what it sends."""
+        cfg = self._cfg
+        if self._publisher is not None:
+            raise Stop(1, "the controller named a second publisher")
+        self._publisher = link = Dialer(
+            frontend_name(self.name), PUBLISHER_SCHEMA, endpoint, events=True, **link_options(cfg.transport)
+        )
+        await link.start(deadline_s=cfg.weights.deadline_s)
+        keys_file = str(Path(cfg.transport.keys_dir) / KEYS_FILE) if cfg.transport.keys_dir else ""
+        await self._engine.link(endpoint, self.name, keys_file, cfg.weights.deadline_s)
+        while True:
+            message = await link.recv(deadline_s=None, waiting_for="new weights")
+            await self._from_publisher(link, message)
+            link.done(message)
+
+    async def _from_publisher(self, link: Dialer, message: Message) -> None:
+        header = message.header
+        match message.kind:
+            case "$joined":
+                who = {"generator": self.name, "role": "frontend", "rank": -1, "workers": 0}
+                await link.send("subscribe", who)
+                await self._controller.send("generator_ready")
+            case "announce":
+                self._announced = (time.monotonic(), header["bytes"])
+                await link.send("ready", {"version": header["version"]})
+            case "load":
+                await self._load(link, header["version"])
+            case "dropped":
+                raise Stop(1, f"the publisher gave this engine up: it {header['reason']}")
+
+    async def _load(self, link: Dialer, version: int) -> None:
+        try:
+            pause_s = await self._engine.update(version)
+        except EngineBroken as error:
+            await link.send("failed", {"version": version, "reason": str(error)}, deadline_s=5)
+            raise
+        await link.send("committed", {"version": version, "pause_s": pause_s})
+        began, nbytes = self._announced
+        seconds = time.monotonic() - began
+        report = {"version": version, "seconds": seconds, "bytes": nbytes, "pause_s": pause_s}
+        await self._controller.send("committed", report)
+
+    async def _watch_engine(self) -> None:
+        await self._engine.died()
+        raise Stop(1, "vLLM's engine process ended")
+
+    async def _watch_controller(self) -> None:
+        """A controller that says goodbye ends ``recv``; this is for one that has gone silent."""
+        limit = self._cfg.transport.dead_after_s
+        lost: float | None = None
+        while True:
+            await asyncio.sleep(limit / 10)
+            if self._controller.connected or self._publisher is None:
+                lost = None
+            elif lost is None:
+                lost = time.monotonic()
+            elif time.monotonic() - lost > limit:
+                raise Stop(1, f"no connection to the controller for {limit:g} s")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Stop):
+            self.end(error)
+        elif error is not None:
+            self.end(Stop(1, f"{type(error).__name__}: {error}"))
+
+
+def link_options(cfg: TransportConfig) -> dict[str, Any]:
+    """What the configuration says about links, for ``Dialer`` and ``Listener``."""
+    keys = Keys.load(Path(cfg.keys_dir) / KEYS_FILE) if cfg.keys_dir else None
+    return {"keys": keys, "heartbeat_s": cfg.heartbeat_s, "dead_after_s": cfg.dead_after_s}
+
+
+def _sample(terms: Terms, completion: Completion, name: str) -> Sample:
+    return Sample(
+        ordinal=terms.ordinal,
+        index=terms.index,
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        finish_reason=completion.finish_reason,
+        generator=name,
+        failure=completion.failure,
+    )
+
+
+async def serve(cfg: Config, name: str, controller: str) -> int:
+    """Start the engine and serve; returns the exit code."""
+    began = time.monotonic()
+    engine = Engine(cfg.generator, cfg.model.path, cfg.seed)
+    generator = Generator(cfg, name, engine, controller)
+    # only now: EngineCore is a fork, and would share a wake-up descriptor installed before it
+    terminated = Stop(128 + signal.SIGTERM, "")
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, generator.end, terminated)
+    try:
+        await generator.run(time.monotonic() - began)
+        raise AssertionError("run ends by raising")
+    except Stop as stop:
+        if stop.code == 1:
+            print(f"{name}: {stop}", file=sys.stderr, flush=True)
+        await generator.close(str(stop) if stop.code == 1 else "")
+        _shut_down(engine)
+        return stop.code
+
+
+def _shut_down(engine: Engine) -> None:
+    """Ask vLLM to end its processes; those that do not are killed by the kernel when we end."""
+    thread = threading.Thread(target=engine.shutdown, daemon=True)
+    thread.start()
+    thread.join(ENGINE_SHUTDOWN_S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="one generator of a run")
+    parser.add_argument("--config", required=True, type=Path, help="RUN/config.json")
+    parser.add_argument("--name", required=True, help="generator/N, unique in the run")
+    parser.add_argument("--controller", required=True, help="tcp://HOST:PORT")
+    arguments = parser.parse_args()
+    cfg = load_config(arguments.config)
+    prepare_environment(cfg.generator, arguments.name)
+    code = asyncio.run(serve(cfg, arguments.name, arguments.controller))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of vLLM and ZeroMQ may hold up an orderly end for seconds
+
+
+if __name__ == "__main__":
+    main()
