@@ -2,9 +2,9 @@
 
 Resume from the checkpoint of version c: ``recover(ledger, c)`` checks every payload that is still needed and returns a
 :class:`Recovery`. The caller then applies the cuts c .. version-1 again, in order, on the same samples
-(``cuts_since(ledger, c)``), restores ``Slots`` from ``recovery.slots``, hands ``recovery.finished`` to its filter (a
-kill may have come between the last score and the filter's decision) and dispatches ``recovery.pending`` again, each
-under its old ordinal and only for the indices that are missing.
+(``cuts_since(ledger, c)``), restores ``Slots`` from ``recovery.slots``, filters what its filter rejects of
+``recovery.finished`` (they are buffered; a kill may have come between the last score and the filter's decision) and
+dispatches ``recovery.pending`` again, each under its old ordinal and only for the indices that are missing.
 
 A payload that is missing, torn or changed costs its group: the group is pending again. If the group was in a cut, that
 cut and the later ones cannot be applied again; they are abandoned (:func:`truncate_after`), their intact groups are

@@ -32,7 +32,8 @@ Liveness. When all batches are committed everywhere, all N held slots belong to 
 have all finished the window covers them one after the other, so a batch is available if N >= B, that is if
 W <= S * B + 1. S = 0 forces W = 1 and N = B: the synchronous loop.
 
-While one batch trains, N - B = S*B - (W - 1) groups can be in generation: a wide window costs lead.
+While one batch trains, N - B = S*B - (W - 1) groups can be in generation: a wide window costs lead. At the widest,
+W = S * B + 1, none can, and the loop is synchronous again.
 """
 
 from __future__ import annotations

@@ -149,6 +149,42 @@ class TestRecording:
         assert len(read_group(ledger, 0).samples) == 1
 
 
+class TestDurability:
+    def test_a_cut_syncs_the_payloads_then_the_rows(self, ledger, monkeypatch):
+        """What a power cut would show, as far as it can be seen without one: every fsync in its place."""
+        finish(ledger, 0)
+        seen = []
+        fsync = os.fsync
+        monkeypatch.setattr(
+            os, "fsync", lambda fd: (seen.append("fsync " + os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))
+        )
+        ledger.db.set_trace_callback(seen.append)
+        ledger.cut(0, [0])
+        ledger.db.set_trace_callback(None)
+        place = [
+            next(i for i, what in enumerate(seen) if pattern in what)
+            for pattern in (
+                "000001.seg",
+                "synchronous = FULL",
+                "BEGIN",
+                "INSERT INTO cuts",
+                "COMMIT",
+                "synchronous = NORMAL",
+            )
+        ]
+        assert place == sorted(place)
+        assert ledger.db.execute("PRAGMA synchronous").fetchone() == (1,)
+
+    def test_full_segments_are_synced_too(self, tmp_path, monkeypatch):
+        synced = []
+        fsync = os.fsync
+        with Ledger(tmp_path, segment_bytes=1) as ledger:
+            monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+            finish(ledger, 0)
+            ledger.cut(0, [0])
+            assert {Path(path).name for path in synced} >= {f"{number:06d}.seg" for number in range(1, 2 + SIZE)}
+
+
 class TestOpening:
     def test_a_second_writer_is_refused(self, tmp_path):
         with Ledger(tmp_path), pytest.raises(LedgerError, match=f"open in process {os.getpid()}"):

@@ -7,7 +7,7 @@ import pytest
 from asyncrl.rollouts.ledger import Ledger, LedgerError
 from asyncrl.rollouts.recovery import cuts_since, recover, truncate_after
 from asyncrl.rollouts.segments import segment_path
-from asyncrl.rollouts.slots import Slots
+from asyncrl.rollouts.slots import Slots, StaleGeneratorError
 from tests.rollouts.books import assert_same_group, dispatch, finish, make_group, make_sample
 
 
@@ -86,6 +86,8 @@ def test_slots_go_on_from_the_ledger(tmp_path):
         }
         slots.mark_trained(1)
         slots.mark_trained(2)
+        with pytest.raises(StaleGeneratorError):
+            slots.join("g0", 2)  # weights from before the restart
         slots.join("g0", 3)
         assert slots.admit() == 10
         assert slots.admit() is None
