@@ -80,7 +80,8 @@ def grpo_loss(
     (``ratio_max`` a maximum), without a graph:
 
     - ``clip_low`` / ``clip_high``: tokens whose gradient is cut by that side of the clip;
-    - ``ratio``, ``ratio_max``; ``kl``: ``r - 1 - log r``, whose mean under the behaviour policy is KL(mu || pi).
+    - ``ratio``, ``ratio_square``, ``ratio_max``;
+    - ``kl``: ``r - 1 - log r``, whose mean under the behaviour policy is KL(mu || pi).
     """
     logp_M, behaviour_M, advantage_M = mask.keep(logp_M), mask.keep(behaviour_M), mask.keep(advantage_M)
     log_ratio_M = logp_M - behaviour_M
@@ -92,6 +93,7 @@ def grpo_loss(
             "clip_low": mask.sum(((ratio_M < 1.0 - clip_low) & (advantage_M < 0)).to(ratio_M.dtype)),
             "clip_high": mask.sum(((ratio_M > 1.0 + clip_high) & (advantage_M > 0)).to(ratio_M.dtype)),
             "ratio": mask.sum(ratio_M),
+            "ratio_square": mask.sum(ratio_M.square()),
             "ratio_max": mask.keep(ratio_M).amax() if len(ratio_M) else ratio_M.new_zeros(()),
             "kl": mask.sum(ratio_M - 1.0 - log_ratio_M),
         }

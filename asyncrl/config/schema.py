@@ -172,6 +172,7 @@ class EvalConfig:
 class CheckpointConfig:
     every: Count = 20  # optimizer steps; 0: only at the end
     keep: Positive = 2
+    hf_dtype: Literal["", "float32", "bfloat16", "float16"] = ""  # of the exported weights; empty: that of model.path
 
 
 @dataclass

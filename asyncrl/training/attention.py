@@ -111,6 +111,14 @@ class Documents:
             )
         return self._plans[key]
 
+    def padding(self) -> tuple[int, int]:
+        """(positions that hold no token, all positions) of the buckets' query rows; (0, 0) if none were made."""
+        for stems, branches in self._plans.values():
+            buckets = stems + [b.branches for b in branches]
+            positions = sum(b.rows * b.length for b in buckets)
+            return positions - sum(b.tokens for b in buckets), positions
+        return 0, 0
+
     def _branch_bucket(
         self, bucket: Bucket, stem_starts: np.ndarray, window: int | None, dtype: torch.dtype, repeats: int
     ) -> BranchBucket:

@@ -11,30 +11,74 @@ from asyncrl.training.mesh import Mesh
 from asyncrl.training.packing import PackedBatch
 
 AGES = 8  # mismatch is kept for ages 0..6 and "7 or more" steps, then samples made under several versions
-SUMS = ("loss", "entropy", "clip_low", "clip_high", "ratio", "kl")
+TOKEN_SUMS = ("loss", "entropy", "clip_low", "clip_high", "ratio", "ratio_square", "kl", "advantage_abs")
+SAMPLE_SUMS = ("ratio_sequence", "ratio_geometric")
+SUMS = (*TOKEN_SUMS, *SAMPLE_SUMS, "padded", "positions")
+MAXIMA = ("ratio_max", "mismatch_max")
 
 
 @dataclass
 class StepReport:
-    """One optimizer step, the same on every rank. Means are over the trained tokens of all ranks."""
+    """One optimizer step, the same on every rank but for the times. Means are over the trained tokens of all ranks."""
 
-    version: int  # after the step
-    lr: float
+    version: int = 0  # after the step
+    lr: float = 0.0
     loss: float = 0.0
     grad_norm: float = 0.0  # before clipping
     clip_low_share: float = 0.0
     clip_high_share: float = 0.0
     ratio_mean: float = 1.0
     ratio_max: float = 1.0
-    approx_kl: float = 0.0
+    ratio_sequence_mean: float = 1.0  # product over a sample, mean over samples
+    ratio_geometric_mean: float = 1.0  # geometric mean over a sample, mean over samples
+    ess_share: float = 1.0  # effective sample size of the token ratios over their number
+    approx_kl: float = 0.0  # k3 estimate of KL(mu || pi), nat
     entropy: float = 0.0  # nat, at the sampling temperature
+    advantage_abs_mean: float = 0.0
     mismatch: float | None = None  # mean |trainer - engine log-prob|, age 0 and one version; None: no such token
+    mismatch_max: float | None = None
+    mismatch_tokens: int = 0
     mismatch_by_age: dict[str, float] = field(default_factory=dict)  # "1".."6", "7+", "mixed" versions
+    padding_share: float = 0.0  # attention positions that hold no token
     tokens: int = 0
     samples: int = 0
     micro_batches: int = 0
     seconds: float = 0.0
+    forward_backward_s: float = 0.0
+    gather_wait_s: float = 0.0
+    optimizer_s: float = 0.0
     skipped: str | None = None  # the reason; the weights did not change
+
+    def metrics(self) -> dict[str, float | str]:
+        """The report under the keys of ``asyncrl.report.keys``; what was not measured is absent."""
+        found: dict[str, float | str | None] = {
+            "train/loss": self.loss,
+            "train/grad_norm": self.grad_norm,
+            "train/lr": self.lr,
+            "train/entropy": self.entropy,
+            "train/advantage_abs_mean": self.advantage_abs_mean,
+            "train/ratio_mean": self.ratio_mean,
+            "train/ratio_max": self.ratio_max,
+            "train/ratio_sequence_mean": self.ratio_sequence_mean,
+            "train/ratio_geometric_mean": self.ratio_geometric_mean,
+            "train/ess_share": self.ess_share,
+            "train/clip_low_share": self.clip_low_share,
+            "train/clip_high_share": self.clip_high_share,
+            "train/kl_behaviour": self.approx_kl,
+            "train/tokens": self.tokens,
+            "train/samples": self.samples,
+            "train/micro_batches": self.micro_batches,
+            "train/padding_share": self.padding_share,
+            "train/skipped": self.skipped,
+            "mismatch/abs_mean": self.mismatch,
+            "mismatch/abs_max": self.mismatch_max,
+            "mismatch/tokens": self.mismatch_tokens,
+            "time/train_s": self.seconds,
+            "time/forward_backward_s": self.forward_backward_s,
+            "time/gather_wait_s": self.gather_wait_s,
+            "time/optimizer_s": self.optimizer_s,
+        }
+        return {key: value for key, value in found.items() if value is not None}
 
 
 class StepSums:
@@ -42,47 +86,75 @@ class StepSums:
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(len(SUMS) + 2 * (AGES + 1), dtype=torch.float64, device=device)
-        self.ratio_max = torch.zeros((), dtype=torch.float64, device=device)
+        self.maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add(
         self, batch: PackedBatch, loss: Tensor, logp_M: Tensor, entropy_M: Tensor, metrics: dict[str, Tensor]
     ) -> None:
         """Adds one micro-batch: its share of the loss, its log-probs and the loss function's sums."""
-        found = {"loss": loss.detach(), "entropy": batch.mask.sum(entropy_M), **metrics}
-        scalars = torch.stack([found[name].double() for name in SUMS])
-        gap_M = batch.mask.keep((logp_M.detach() - batch.behaviour_M).abs()).double()
+        mask = batch.mask
+        found = {
+            "loss": loss.detach(),
+            "entropy": mask.sum(entropy_M),
+            "advantage_abs": mask.sum(batch.advantage_M.abs()),
+            **_sample_ratios(batch, logp_M.detach()),
+            **metrics,
+        }
+        padded, positions = batch.documents.padding()
+        scalars = torch.stack([found[name].double() for name in (*TOKEN_SUMS, *SAMPLE_SUMS)])
+        sizes = torch.tensor([padded, positions], dtype=torch.float64, device=scalars.device)
+        gap_M = mask.keep((logp_M.detach() - batch.behaviour_M).abs()).double()
         slot_M = torch.where(batch.age_M < 0, AGES, batch.age_M.clamp(max=AGES - 1))
         zeros = torch.zeros(AGES + 1, dtype=torch.float64, device=gap_M.device)
         gaps = zeros.index_add(0, slot_M, gap_M)
-        counts = zeros.index_add(0, slot_M, batch.mask.trained_M.double())
-        self.sums += torch.cat([scalars, gaps, counts])
-        self.ratio_max = torch.maximum(self.ratio_max, metrics["ratio_max"].double())
+        counts = zeros.index_add(0, slot_M, mask.trained_M.double())
+        self.sums += torch.cat([scalars, sizes, gaps, counts])
+        current = torch.where(batch.age_M == 0, gap_M, 0.0).amax()
+        self.maxima = torch.maximum(self.maxima, torch.stack([metrics["ratio_max"].double(), current]))
 
-    def reduce(self, mesh: Mesh, square_norm: Tensor, square_norm_is_local: bool) -> tuple[StepReport, float]:
-        """Adds all ranks' sums. Returns a report without counts, and the gradient norm."""
-        row = torch.cat([self.sums, self.ratio_max[None], square_norm.to(self.sums)[None]])
-        rows = mesh.gather_rows(row)
-        total = rows[:, : len(self.sums)].sum(0)
-        square = rows[:, -1].sum() if square_norm_is_local else rows[0, -1]
-        values = dict(zip(SUMS, total[: len(SUMS)].tolist(), strict=True))
+    def reduce(self, mesh: Mesh, square_norm: Tensor, sharded: bool, samples: int) -> StepReport:
+        """Adds all ranks' sums in one exchange; ``samples`` is their global number.
+
+        ``square_norm`` is that of this rank's shard if ``sharded``, else that of the whole gradient.
+        """
+        rows = mesh.gather_rows(torch.cat([self.sums, self.maxima, square_norm.to(self.sums)[None]]))
+        total, maxima = rows[:, : len(self.sums)].sum(0), rows[:, len(self.sums) : -1].amax(0)
+        square = rows[:, -1].sum() if sharded else rows[0, -1]
+        value = dict(zip(SUMS, total[: len(SUMS)].tolist(), strict=True))
         gaps, counts = total[len(SUMS) :].split(AGES + 1)
-        tokens = max(1.0, float(counts.sum()))
-        labels = [str(a) for a in range(AGES - 1)] + [f"{AGES - 1}+", "mixed"]
+        labels = [str(age) for age in range(AGES - 1)] + [f"{AGES - 1}+", "mixed"]
         by_age = {k: float(g / c) for k, g, c in zip(labels, gaps, counts, strict=True) if c > 0}
-        report = StepReport(
-            version=0,
-            lr=0.0,
-            loss=values["loss"],
+        tokens = max(1.0, float(counts.sum()))
+        return StepReport(
+            loss=value["loss"],
             grad_norm=float(square.sqrt()),
-            clip_low_share=values["clip_low"] / tokens,
-            clip_high_share=values["clip_high"] / tokens,
-            ratio_mean=values["ratio"] / tokens,
-            ratio_max=float(rows[:, -2].max()),
-            approx_kl=values["kl"] / tokens,
-            entropy=values["entropy"] / tokens,
+            clip_low_share=value["clip_low"] / tokens,
+            clip_high_share=value["clip_high"] / tokens,
+            ratio_mean=value["ratio"] / tokens,
+            ratio_max=float(maxima[0]),
+            ratio_sequence_mean=value["ratio_sequence"] / max(1, samples),
+            ratio_geometric_mean=value["ratio_geometric"] / max(1, samples),
+            ess_share=value["ratio"] ** 2 / (tokens * value["ratio_square"]) if value["ratio_square"] else 1.0,
+            approx_kl=value["kl"] / tokens,
+            entropy=value["entropy"] / tokens,
+            advantage_abs_mean=value["advantage_abs"] / tokens,
             mismatch=by_age.pop("0", None),
+            mismatch_max=float(maxima[1]) if counts[0] else None,
+            mismatch_tokens=int(counts[0]),
             mismatch_by_age=by_age,
-            tokens=int(counts.sum()),
+            padding_share=value["padded"] / max(1.0, value["positions"]),
         )
-        return report, report.grad_norm
+
+
+def _sample_ratios(batch: PackedBatch, logp_M: Tensor) -> dict[str, Tensor]:
+    """Sums over samples of the product and of the geometric mean of the token ratios."""
+    mask = batch.mask
+    log_ratio_M = mask.keep(logp_M - batch.behaviour_M).double()
+    zeros = torch.zeros(mask.samples, dtype=torch.float64, device=log_ratio_M.device)
+    total, lengths = zeros.index_add(0, mask.sample_M, log_ratio_M), mask.lengths()
+    there = lengths > 0
+    return {
+        "ratio_sequence": torch.where(there, total.exp(), 0.0).sum(),
+        "ratio_geometric": torch.where(there, (total / lengths.clamp(min=1)).exp(), 0.0).sum(),
+    }

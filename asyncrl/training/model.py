@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from asyncrl.training.attention import ATTENTION, TakeRows, register
@@ -70,13 +71,28 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, logprob_ch
             attn_implementation=ATTENTION,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below with the other misfits
         )
     except (ValueError, OSError) as e:
         raise ModelError(f"{folder}: transformers cannot load it as a causal LM: {e}") from e
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(kind):
             raise ModelError(f"{folder}: {kind.replace('_', ' ')} in the weights: {sorted(map(str, info[kind]))[:5]}")
+    renamed = sorted({name for name, _ in lm.named_parameters()} - stored_names(folder))
+    if renamed:
+        raise ModelError(
+            f"{folder}: transformers renames weights on loading (e.g. {renamed[0]}), engines would not know them"
+        )
     return prepare(lm, dtype, logprob_chunk)
+
+
+def stored_names(folder: Path) -> set[str]:
+    """Names of the tensors in the folder's safetensors files, from their headers."""
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as f:
+            names.update(f.keys())
+    return names
 
 
 def prepare(lm: nn.Module, dtype: torch.dtype, logprob_chunk: int = 4096) -> Policy:

@@ -49,13 +49,15 @@ def pack(
     dtype: torch.dtype = torch.float32,
     share: bool = True,
 ) -> PackedBatch:
-    """Packs ``samples`` (possibly none: a dummy document with a zero mask keeps the graph).
+    """Packs ``samples``; if there are none, a dummy document with a zero mask keeps the graph.
 
-    ``version`` is the trainer's, ``dtype`` that of the loss. Raises :class:`BatchError` for an empty prompt or
-    completion, unequal lengths, or a behaviour log-prob or advantage that is not finite.
+    ``version`` is the trainer's, ``dtype`` that of the loss. A sample without completion tokens has no gradient and
+    counts in no denominator: it is left out. Raises :class:`BatchError` for an empty prompt, unequal lengths, or a
+    behaviour log-prob or advantage that is not finite.
     """
     for s in samples:
         _check(s)
+    samples = [s for s in samples if len(s.token_ids)]
     dummy = not samples
     if dummy:
         zero = np.zeros(1)
@@ -88,8 +90,8 @@ def pack(
 def _check(s: TrainSample) -> None:
     name = f"sample {s.index} of group {s.ordinal}"
     n = len(s.token_ids)
-    if n == 0 or len(s.prompt_ids) == 0:
-        raise BatchError(f"{name} has an empty prompt or completion")
+    if len(s.prompt_ids) == 0:
+        raise BatchError(f"{name} has an empty prompt: nothing predicts its first token")
     if not (len(s.logprobs) == len(s.versions) == len(s.advantages) == n):
         found = f"{len(s.logprobs)} log-probs, {len(s.versions)} versions and {len(s.advantages)} advantages"
         raise BatchError(f"{name} has {n} tokens but {found}")

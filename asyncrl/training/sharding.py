@@ -11,6 +11,7 @@ Gradients are *summed* over ranks, never averaged: the loss is divided by a glob
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from asyncrl.training.errors import ModelError
+from asyncrl.training.exact import exact
 from asyncrl.training.mesh import Mesh
 from asyncrl.training.model import Policy, layers
 
@@ -32,7 +35,7 @@ def distribute(policy: Policy, mesh: Mesh, compute: torch.dtype, shard: bool, ch
     master = next(policy.parameters()).dtype
     if checkpointing:
         for layer in layers(policy.lm):
-            _checkpoint(layer)
+            _checkpoint(layer, compute)
     policy.to(mesh.device)
     sharded = shard and mesh.devices is not None and (mesh.world_size > 1 or compute != master)
     if not sharded:
@@ -54,14 +57,15 @@ def distribute(policy: Policy, mesh: Mesh, compute: torch.dtype, shard: bool, ch
     return True
 
 
-def _checkpoint(layer: nn.Module) -> None:
+def _checkpoint(layer: nn.Module, compute: torch.dtype) -> None:
     """Recomputes the layer's activations in backward. Not transformers' own switch: that one needs train mode."""
-    from torch.utils.checkpoint import checkpoint
-
     forward = layer.forward
 
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), exact(compute)  # of the first forward (the caller's) and of the recomputed one
+
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
 
     layer.forward = recomputed  # type: ignore[method-assign]
 

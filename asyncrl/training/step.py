@@ -16,6 +16,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from asyncrl.algorithms.loss import grpo_loss
 from asyncrl.config.schema import Config
 from asyncrl.rollouts.types import TrainSample
+from asyncrl.training import checkpoint
 from asyncrl.training.errors import BatchError
 from asyncrl.training.exact import exact
 from asyncrl.training.mesh import Mesh, open_mesh
@@ -58,6 +60,22 @@ class Trainer:
         """(Hugging Face name, tensor or DTensor) in model order; a tied weight appears once."""
         return list(self.policy.lm.named_parameters())
 
+    def save(self, root: str | Path, keep: int = 0) -> Path:
+        """Collective. Writes ``root/step_<version>``, keeps the ``keep`` newest; see :func:`checkpoint.save`."""
+        return checkpoint.save(self, Path(root), keep)
+
+    def load(self, folder: str | Path) -> None:
+        """Collective. Restores one checkpoint; see :func:`checkpoint.load`."""
+        checkpoint.load(self, Path(folder))
+
+    def load_latest(self, root: str | Path) -> Path | None:
+        """Collective. Restores the newest checkpoint in ``root`` and returns its folder; None if there is none."""
+        folder = checkpoint.latest(Path(root))
+        self.mesh.agree(-1 if folder is None else int(folder.name.rpartition("_")[2]), "the newest checkpoint")
+        if folder is not None:
+            self.load(folder)
+        return folder
+
     def step(
         self, micro_batches: Sequence[Sequence[TrainSample]], before_update: Callable[[], Any] = lambda: None
     ) -> StepReport:
@@ -66,33 +84,44 @@ class Trainer:
         ``before_update`` is called once, just before weights change; not on a skipped step. Raises
         :class:`BatchError` for samples that cannot be trained or ranks with different numbers of micro-batches.
         """
-        started = time.perf_counter()
+        clock = [time.perf_counter()]
         batches = self._pack(micro_batches)
         tokens, samples = self._totals(batches)
-        algorithm = self.cfg.algorithm
-        denominator = tokens if algorithm.aggregation == "token_mean" else samples
         sums = StepSums(self.mesh.device)
         if tokens:
+            denominator = tokens if self.cfg.algorithm.aggregation == "token_mean" else samples
             with exact(self.compute):
                 for batch in batches:
                     self._forward_backward(batch, denominator, sums)
             if self.mesh.world_size > 1 and not self.sharded:
                 sum_gradients(self.parameters, self.mesh)
-        report, norm = sums.reduce(self.mesh, local_square_norm(self.parameters), self.sharded)
+        report = sums.reduce(self.mesh, local_square_norm(self.parameters), self.sharded, samples)
         report.lr = learning_rate(self.version, self.cfg.trainer.steps, self.cfg.optim)
-        report.skipped = _reason(tokens, report.loss, norm)
+        report.skipped = _reason(tokens, report.loss, report.grad_norm)
+        clock.append(time.perf_counter())
         if report.skipped is None:
             before_update()
-            scale_gradients(self.parameters, clip_factor(norm, self.cfg.optim.clip_norm))
-            set_learning_rate(self.optimizer, report.lr)
-            self.optimizer.step()
+            clock.append(time.perf_counter())
+            self._update(report)
         else:
             self.skipped[report.skipped] += 1
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
-        report.version, report.tokens, report.samples = self.version, tokens, samples
-        report.micro_batches, report.seconds = len(batches), time.perf_counter() - started
+        clock.append(time.perf_counter())
+        report.version, report.tokens, report.samples, report.micro_batches = (
+            self.version,
+            tokens,
+            samples,
+            len(batches),
+        )
+        report.seconds, report.forward_backward_s = clock[-1] - clock[0], clock[1] - clock[0]
+        report.gather_wait_s, report.optimizer_s = clock[-2] - clock[1], clock[-1] - clock[-2]
         return report
+
+    def _update(self, report: StepReport) -> None:
+        scale_gradients(self.parameters, clip_factor(report.grad_norm, self.cfg.optim.clip_norm))
+        set_learning_rate(self.optimizer, report.lr)
+        self.optimizer.step()
 
     def _pack(self, micro_batches: Sequence[Sequence[TrainSample]]) -> list[PackedBatch]:
         dtype = torch.float64 if self.compute == torch.float64 else torch.float32

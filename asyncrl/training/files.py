@@ -1,0 +1,119 @@
+"""Durable folders: write under a temporary name, fsync, describe in a manifest with checksums, rename.
+
+A folder with its final name is complete. A crash or a full disk at any moment leaves the previous folders as they
+were and at most one folder whose name starts with a dot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from asyncrl.training.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+
+
+def digest(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
+    with path.open("rb") as f:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
+
+
+def sync(path: Path) -> None:
+    """Forces a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1, sort_keys=True))
+    sync(path)
+
+
+def temporary(final: Path) -> Path:
+    return final.with_name(f".{final.name}.tmp")
+
+
+def fresh(path: Path) -> Path:
+    """An empty folder at ``path``; whatever a crashed attempt left there is removed."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
+
+
+def seal(folder: Path, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> None:
+    """Writes the manifest of a temporary folder, and forces its sub-folders to disk."""
+    for sub in {(folder / name).parent for name in files}:
+        sync(sub)
+    write_json(folder / MANIFEST, {**facts, "files": files})
+    sync(folder)
+
+
+def publish(folder: Path, final: Path) -> None:
+    """Gives a sealed folder its final name. An older folder of that name is replaced; it survives a failure."""
+    old = final.with_name(f".{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    try:
+        folder.rename(final)
+    except OSError:
+        if old.exists():
+            old.rename(final)
+        raise
+    sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Raises :class:`CheckpointError` if there is no readable manifest."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{folder} is not a complete checkpoint: {MANIFEST}: {e}") from e
+    return manifest
+
+
+def verify(folder: Path, names: Iterable[str] | None = None) -> None:
+    """Compares files (default: all of the manifest) with their recorded sizes and checksums.
+
+    Raises :class:`CheckpointError` naming the first that is missing or differs.
+    """
+    recorded = read_manifest(folder)["files"]
+    for name in recorded if names is None else names:
+        path = folder / name
+        if not path.exists():
+            raise CheckpointError(f"checkpoint {folder} is damaged: {name} is missing")
+        if digest(path) != recorded[name]:
+            raise CheckpointError(
+                f"checkpoint {folder} is damaged: {name} differs from its checksum. "
+                "Remove this folder to continue from the one before it"
+            )
+
+
+def rotate(root: Path, prefix: str, keep: int) -> None:
+    """Removes all but the ``keep`` newest folders ``<prefix><number>`` (0: keeps all); renames before it deletes."""
+    if keep <= 0:
+        return
+    for folder in numbered(root, prefix)[:-keep]:
+        trash = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(trash, ignore_errors=True)
+        folder.rename(trash)
+        shutil.rmtree(trash)
+
+
+def numbered(root: Path, prefix: str) -> list[Path]:
+    """Folders ``<prefix><number>`` in ``root``, oldest first."""
+    if not root.is_dir():
+        return []
+    found = [p for p in root.iterdir() if p.name.startswith(prefix) and p.name.removeprefix(prefix).isdigit()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix(prefix)))

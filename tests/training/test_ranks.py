@@ -1,0 +1,199 @@
+"""The trainer on real gloo ranks. Processes are slow to start, so each job answers several questions."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from asyncrl.training.errors import BatchError, CheckpointError
+from asyncrl.training.sharding import local
+from asyncrl.training.step import Trainer, build_trainer
+from tests.training.ranks import run_ranks
+from tests.training.tiny import make_samples, tiny_folder, tiny_run
+
+MODES = {"sharded": True, "whole": False}
+
+
+def whole(x: torch.Tensor) -> np.ndarray:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().double().numpy().ravel()
+
+
+def all_weights(trainer: Trainer) -> np.ndarray:
+    return np.concatenate([whole(p) for _, p in trainer.named_parameters_hf()])
+
+
+def share_of(samples, rank, world, micro):
+    """Ragged: the last rank gets few samples, and one of its micro-batches is empty."""
+    if world == 1:
+        return [samples[:9], samples[9:]]
+    cut = [*np.array_split(np.arange(len(samples) - 3), world - 1), np.arange(len(samples) - 3, len(samples))]
+    mine = [samples[i] for i in cut[rank]]
+    return [mine, []] if rank == world - 1 else [mine[:4], mine[4:]]
+
+
+def run_steps(cfg, rank, world, steps=2):
+    """(first gradient before clipping, weights after ``steps``, the last report without times)."""
+    trainer, seen = build_trainer(cfg, rank, world), []
+
+    def look():
+        if not seen:
+            seen.append(np.concatenate([whole(p.grad) for _, p in trainer.named_parameters_hf()]))
+
+    for i in range(steps):
+        report = trainer.step(share_of(make_samples(groups=5, size=4, seed=i), rank, world, i), look)
+    facts = {k: v for k, v in vars(report).items() if not k.endswith("_s") and k != "seconds"}
+    return seen[0], all_weights(trainer), facts
+
+
+def gradients_job(rank, world, folders):
+    out = {}
+    for tied, path in folders.items():
+        for dtype in ("float64", "float32"):
+            for mode, shard in MODES.items():
+                aggregation = "sequence_mean" if mode == "whole" else "token_mean"
+                cfg = tiny_run(path, dtype, trainer={"shard": shard}, algorithm={"aggregation": aggregation})
+                out[tied, dtype, mode] = run_steps(cfg, rank, world)
+    return out
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("tiny")
+    return {"tied": tiny_folder(root / "tied"), "untied": tiny_folder(root / "untied", tied=False)}
+
+
+def relative(a, b):
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def test_gradients_and_reports_do_not_depend_on_the_ranks(folders):
+    """Contract Loss, on 1, 2 and 3 ranks, FSDP2 and whole, tied and untied, ragged, with an empty micro-batch.
+
+    torchtune #1875, #1917, #2172, #2687, #2733, #2980; prime-rl #2562; ms-swift #10116.
+    """
+    one = gradients_job(0, 1, folders)
+    for world in (2, 3):
+        for ranks in run_ranks(world, gradients_job, folders):
+            for case, (gradient, weights, report) in ranks.items():
+                want_gradient, want_weights, want_report = one[case]
+                exact = case[1] == "float64"
+                assert relative(gradient, want_gradient) < (1e-12 if exact else 1e-6), case
+                assert relative(weights, want_weights) < (1e-12 if exact else 1e-5), case
+                for key, value in want_report.items():
+                    assert report[key] == pytest.approx(value, rel=1e-10 if exact else 1e-3), (case, key)
+
+
+def behaviour_job(rank, world, path, root):
+    """Failures and precision under FSDP2; returns what each rank saw."""
+    out = {}
+    trainer = build_trainer(tiny_run(path, "float32"), rank, world)
+    out["shard_rows"] = [local(p).shape[0] for _, p in trainer.named_parameters_hf()][:1]
+    samples = make_samples()
+    trainer.step([samples[rank::world]])
+
+    # Unequal counts: every rank raises, before any collective of the model could hang.
+    try:
+        trainer.step([samples] * (1 + rank))
+    except BatchError as e:
+        out["unequal"] = str(e)
+
+    # A loss that is not finite on the last rank only.
+    bad = make_samples(groups=1)
+    if rank == world - 1:
+        bad[0].logprobs[:] = -1e4
+        bad[0].advantages[:] = -1.0
+    before = all_weights(trainer)
+    report = trainer.step([bad])
+    out["skipped"] = report.skipped
+    out["unchanged"] = bool(np.array_equal(before, all_weights(trainer)))
+
+    # A rank with nothing to train takes part.
+    report = trainer.step([samples if rank == 0 else []])
+    out["empty"] = (report.skipped, report.tokens)
+
+    # The disk of the last rank is full.
+    good = trainer.save(Path(root) / "full")
+    from asyncrl.training import checkpoint
+
+    kept = checkpoint.save_file
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if rank == world - 1:
+        checkpoint.save_file = full
+    trainer.version += 1
+    try:
+        trainer.save(Path(root) / "full")
+    except CheckpointError as e:
+        out["full"] = str(e)
+    checkpoint.save_file = kept
+    torch.distributed.barrier()
+    out["left"] = [p.name for p in (Path(root) / "full").iterdir()] == [good.name]
+
+    # bf16 compute with fp32 masters: updates of 1e-6 survive.
+    cfg = tiny_run(path, "float32", optim={"lr": 1e-6, "warmup_steps": 0}, model={"compute_dtype": "bfloat16"})
+    cfg.model.path = path
+    half = build_trainer(cfg, rank, world)
+    before = all_weights(half)
+    seen = []
+    half.step([samples[rank::world]], lambda: seen.append({p.grad.dtype for p in half.parameters}))
+    moved = np.abs(all_weights(half) - before)
+    out["bf16"] = (float(np.median(moved)), {str(local(p).dtype) for p in half.parameters}, str(seen))
+    return out
+
+
+def test_failures_and_precision_on_two_ranks(folders, tmp_path):
+    first, last = run_ranks(2, behaviour_job, folders["tied"], str(tmp_path))
+    for seen in (first, last):
+        assert "different numbers of micro-batches: [1, 2]" in seen["unequal"]
+        assert seen["skipped"] == "loss_not_finite" and seen["unchanged"]
+        assert seen["empty"] == (None, sum(len(s.token_ids) for s in make_samples()))
+        assert seen["left"]
+        median, dtypes, grads = seen["bf16"]
+        assert 0.5e-6 < median < 2e-6 and dtypes == {"torch.float32"} and "bfloat16" not in grads
+    assert first["shard_rows"] == [31] and last["shard_rows"] == [30]  # uneven: 61 rows on two ranks
+    assert "rank 1 failed" in first["full"] and "No space left" in last["full"]
+
+
+def save_job(rank, world, path, root, steps):
+    trainer = build_trainer(tiny_run(path), rank, world)
+    for i in range(steps):
+        trainer.step(share_of(make_samples(groups=5, size=4, seed=i), rank, world, i))
+    trainer.save(Path(root))
+    return all_weights(trainer)
+
+
+def resume_job(rank, world, path, root, first, last):
+    trainer = build_trainer(tiny_run(path), rank, world)
+    with contextlib.suppress(StopIteration):
+        trainer.load_latest(Path(root))
+    assert trainer.version == first
+    for i in range(first, last):
+        trainer.step(share_of(make_samples(groups=5, size=4, seed=i), rank, world, i))
+    return all_weights(trainer)
+
+
+@pytest.mark.parametrize("tying", ["tied", "untied"])
+def test_checkpoints_move_between_numbers_of_ranks(folders, tmp_path, tying):
+    path = folders[tying]
+    want = save_job(0, 1, path, str(tmp_path / "unused"), 4)
+    two = tmp_path / "two"
+    run_ranks(2, save_job, path, str(two), 2)
+    assert relative(resume_job(0, 1, path, str(two), 2, 4), want) < 1e-12
+    one = tmp_path / "one"
+    save_job(0, 1, path, str(one), 2)
+    for world in (2, 3):
+        for weights in run_ranks(world, resume_job, path, str(one), 2, 4):
+            assert relative(weights, want) < 1e-12
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(two / "step_000002" / "hf")
+    saved = np.concatenate([whole(p) for p in lm.parameters()])
+    assert relative(saved, save_job(0, 1, path, str(tmp_path / "again"), 2)) < 1e-6
