@@ -52,10 +52,12 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, logprob_ch
     know the architecture, or if the model needs something that the trainer does not reproduce.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     folder = Path(path)
     check_folder(folder)
     register()
+    disable_progress_bar()  # one a rank would tear the console apart
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError) as e:

@@ -55,31 +55,39 @@ def cut(batch, rank, world):
     return [mine[:3], mine[3:]] if rank == 0 else [mine, []]
 
 
-def trainer_job(rank, world, cfg, batches):
-    trainer = build_trainer(cfg, rank, world)
-    reports = [trainer.step(cut(batch, rank, world)) for batch in batches]
-    return all_weights(trainer), max(r.mismatch for r in reports), reports[-1].grad_norm
+CASES = [(tied, dtype) for tied in (True, False) for dtype in ("float64", "float32")]
+LIMIT = {"float64": 1e-9, "float32": 1e-5}
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-9), ("float32", 1e-5)])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_trainer_ends_at_the_oracle_s_weights(tmp_path, dtype, limit, tied):
+def trainer_job(rank, world, recorded):
+    """(weights, largest mismatch, last gradient norm) of the trainer for each recorded run."""
+    out = {}
+    for case, (cfg, batches) in recorded.items():
+        trainer = build_trainer(cfg, rank, world)
+        reports = [trainer.step(cut(batch, rank, world)) for batch in batches]
+        out[case] = all_weights(trainer), max(r.mismatch for r in reports), reports[-1].grad_norm
+    return out
+
+
+def test_trainer_ends_at_the_oracle_s_weights(tmp_path):
     """Five synchronous steps, replayed by the oracle and trained on one and two ranks."""
-    path = tiny_folder(tmp_path / "model", tied)
-    cfg = config(path, dtype, "token_mean" if tied else "sequence_mean")
-    lines = []
-    trained, batches = reference.train(cfg, prompts(), reward, lines.append)
-    want = flat(trained)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    assert relative(want, flat(reference.weights(reference.load(cfg)[0]))) > 1e-3
-    replayed = flat(reference.replay(path, batches, cfg))
-    assert relative(replayed, want) < limit
-    for world in (1, 2):
-        ranks = [trainer_job(0, 1, cfg, batches)] if world == 1 else run_ranks(2, trainer_job, cfg, batches)
-        for weights, mismatch, norm in ranks:
-            assert relative(weights, want) < limit
-            assert mismatch < 1e-5  # the oracle's generation and the trainer agree on every token
-            assert norm == pytest.approx(lines[-1]["grad_norm"], rel=1e-5)
+    recorded, want, norms = {}, {}, {}
+    for case in CASES:
+        tied, dtype = case
+        path = tiny_folder(tmp_path / f"{tied}_{dtype}", tied)
+        cfg = config(path, dtype, "token_mean" if tied else "sequence_mean")
+        lines = []
+        trained, batches = reference.train(cfg, prompts(), reward, lines.append)
+        recorded[case], want[case], norms[case] = (cfg, batches), flat(trained), lines[-1]["grad_norm"]
+        assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+        assert relative(want[case], flat(reference.weights(reference.load(cfg)[0]))) > 1e-3
+        assert relative(flat(reference.replay(path, batches, cfg)), want[case]) < LIMIT[dtype]
+    for ranks in ([trainer_job(0, 1, recorded)], run_ranks(2, trainer_job, recorded)):
+        for case in CASES:
+            for weights, mismatch, norm in (rank[case] for rank in ranks):
+                assert relative(weights, want[case]) < LIMIT[case[1]], case
+                assert mismatch < 1e-5  # the oracle's generation and the trainer agree on every token
+                assert norm == pytest.approx(norms[case], rel=1e-5)
 
 
 def test_on_policy_ratio_is_one_and_finish_is_the_end_token(tmp_path):
