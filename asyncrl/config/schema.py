@@ -50,8 +50,8 @@ class EnvConfig:
     task_config: dict[str, Any] = field(default_factory=dict)
     function: str = ""  # "package.module:function" or "path/file.py:function"
     size: Positive = 100_000  # training items; an epoch
-    train_seed: int = 1
-    heldout_seed: int = 2
+    train_seed: Count = 1
+    heldout_seed: Count = 1_000_000_000  # its items are Random(seed + i): keep the ranges of the two seeds apart
     heldout_size: Count = 256
 
 
