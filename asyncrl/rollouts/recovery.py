@@ -4,7 +4,8 @@ Resume from the checkpoint of version c: ``recover(ledger, c)`` checks every pay
 :class:`Recovery`. The caller then applies the cuts c .. version-1 again, in order, on the same samples
 (``cuts_since(ledger, c)``), restores ``Slots`` from ``recovery.slots``, filters what its filter rejects of
 ``recovery.finished`` (they are buffered; a kill may have come between the last score and the filter's decision) and
-dispatches ``recovery.pending`` again, each under its old ordinal and only for the indices that are missing.
+dispatches ``recovery.pending`` again, each under its old ordinal and only for the indices that are missing; those in
+``slots.waiting`` only once ``slots.readmit`` gives them out.
 
 A payload that is missing, torn or changed costs its group: the group is pending again. If the group was in a cut, that
 cut and the later ones cannot be applied again; they are abandoned (:func:`truncate_after`), their intact groups are
@@ -20,7 +21,7 @@ from typing import Any
 
 from asyncrl.rollouts.ledger import Ledger, LedgerError
 from asyncrl.rollouts.segments import Location, LostRecord, decode_prompt, decode_sample, read_record
-from asyncrl.rollouts.slots import SlotState
+from asyncrl.rollouts.slot_state import SlotState
 from asyncrl.rollouts.types import Group, Prompt, Sample
 
 

@@ -12,6 +12,9 @@ Rules
           the batch that took the group. Taking frees nothing; with no live generator nothing is freed.
   join    A generator joins with a version that is at least the slowest live one (the last slowest if none is live).
 A group that is dispatched again keeps its ordinal and its slot.
+  readmit A restart may go back to older weights than those a group was admitted under (a lost batch: see recovery).
+          A group that needs new samples then waits until the groups before it and the held batches are fewer than N:
+          the condition under which it would be admitted now. Nothing new is admitted while one waits.
 
 Bound. Let group i be admitted while the slowest live generator holds v (the floor). The floor never falls, so every
 token of i has version >= v. Which groups can be trained before i?
@@ -25,8 +28,9 @@ the age of each of its tokens is at most floor((N + W - 2) / B). With
     N = (S + 1) * B - (W - 1)
 
 N + W - 2 = (S + 1) * B - 1, and the bound is exactly S. Filtering and failing only remove groups from the count.
-Nothing is dropped for its age. Example: B = 8, S = 1, W = 5 gives N = 16 - 4 = 12 and floor((12 + 5 - 2) / 8) = 1;
-one slot more would give floor(16 / 8) = 2.
+Nothing is dropped for its age. The same count holds for a group readmitted at floor v: later ordinals are in 3,
+whenever they were admitted. Example: B = 8, S = 1, W = 5 gives N = 16 - 4 = 12 and floor((12 + 5 - 2) / 8) = 1; one
+slot more would give floor(16 / 8) = 2.
 
 Liveness. When all batches are committed everywhere, all N held slots belong to groups that are not taken. Once they
 have all finished the window covers them one after the other, so a batch is available if N >= B, that is if
@@ -40,11 +44,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from asyncrl.rollouts.slot_state import SlotState
 
 
 class SlotsError(RuntimeError):
@@ -79,27 +84,6 @@ def slot_count(groups_per_step: int, max_staleness: int, window: int) -> int:
     return (max_staleness + 1) * groups_per_step - (window - 1)
 
 
-@dataclass
-class SlotState:
-    """What :class:`Slots` must know to go on after a restart.
-
-    ``open`` maps each group that is neither taken, filtered nor failed to whether it has finished. ``batches`` maps a
-    version to the ordinals that its batch took, for batches whose slots are not freed; ``untrained`` maps a version
-    to the size of its batch while its outcome is not known. No generator may join below ``floor``.
-    """
-
-    version: int = 0
-    floor: int = 0
-    next_ordinal: int = 0
-    open: dict[int, bool] = field(default_factory=dict)
-    batches: dict[int, list[int]] = field(default_factory=dict)
-    untrained: dict[int, int] = field(default_factory=dict)
-    trained: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
-    filtered: dict[str, int] = field(default_factory=dict)
-    failed: dict[str, int] = field(default_factory=dict)
-
-
 class Slots:
     """The state machine; see the module's docstring for its rules. No clock, no I/O; every call is O(1) or O(B + W)."""
 
@@ -115,6 +99,7 @@ class Slots:
         self._held = 0
         self._open: dict[int, bool] = {}  # ordinal -> finished; in order of ordinals
         self._buffered = 0
+        self._waiting: set[int] = set()  # in flight, but not to be dispatched yet
         self._batches: dict[int, list[int]] = {}  # version -> ordinals, slots still held
         self._untrained: dict[int, int] = {}  # version -> groups in training
         self._trained = 0
@@ -126,8 +111,8 @@ class Slots:
     # groups
 
     def admit(self) -> int | None:
-        """Take a slot for a new group; its ordinal, or None while all slots are held."""
-        if self._held >= self.n_slots:
+        """Take a slot for a new group; its ordinal, or None while all slots are held or a group waits."""
+        if self._held >= self.n_slots or self._waiting:
             return None
         ordinal = self._next_ordinal
         self._next_ordinal = ordinal + 1
@@ -135,10 +120,21 @@ class Slots:
         self._held += 1
         return ordinal
 
+    def readmit(self) -> int | None:
+        """Take a slot for the oldest waiting group and dispatch it again; None if there is none or it must wait on."""
+        if not self._waiting:
+            return None
+        ordinal = min(self._waiting)
+        if not self._may_sample(ordinal):
+            return None
+        self._hold(ordinal)
+        return ordinal
+
     def finish(self, ordinal: int) -> None:
         """All samples of an in-flight group are there and scored: it may be taken."""
         if self._open.get(ordinal, True):
             raise SlotsError(f"group {ordinal} cannot finish: it is {self.where(ordinal)}")
+        self._hold(ordinal)
         self._open[ordinal] = True
         self._buffered += 1
 
@@ -262,8 +258,8 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """Slots that ``admit`` can still give out; 0 also when a resumed run holds more than N."""
-        return max(0, self.n_slots - self._held)
+        """Slots that ``admit`` can still give out; 0 also while groups wait or a resumed run holds more than N."""
+        return 0 if self._waiting else max(0, self.n_slots - self._held)
 
     @property
     def head(self) -> int:
@@ -273,6 +269,11 @@ class Slots:
     def in_flight(self) -> list[int]:
         """Ordinals that are admitted and not finished."""
         return [ordinal for ordinal, finished in self._open.items() if not finished]
+
+    @property
+    def waiting(self) -> set[int]:
+        """Groups in flight that must not be dispatched before ``readmit`` gives them out."""
+        return set(self._waiting)
 
     def counters(self) -> dict[str, Any]:
         """The terms of the conservation law, and the slots."""
@@ -299,7 +300,8 @@ class Slots:
         taken = sum(map(len, self._batches.values()))
         ended = self._trained + sum((self._skipped + self._filtered + self._failed).values())
         accounted = ended + buffered + in_flight + sum(self._untrained.values())
-        if accounted != self._next_ordinal or buffered != self._buffered or self._held != len(self._open) + taken:
+        held = len(self._open) - len(self._waiting) + taken
+        if accounted != self._next_ordinal or buffered != self._buffered or held != self._held:
             raise ConservationError(f"{accounted} groups accounted for, {taken} taken slots: {self.counters()}")
 
     # restart
@@ -321,7 +323,7 @@ class Slots:
 
     @classmethod
     def restore(cls, groups_per_step: int, max_staleness: int, window: int, state: SlotState) -> Slots:
-        """Go on from ``state``. It may hold more than N groups (after cuts were abandoned); then none is admitted.
+        """Go on from ``state``. After cuts were abandoned it may have more than N groups open; some then wait.
 
         The bound survives: a group still has at most the same groups before it. It does not survive a change of B, S
         or W with groups outstanding, which the caller must refuse.
@@ -332,17 +334,29 @@ class Slots:
         slots._buffered = sum(slots._open.values())
         slots._batches = {version: list(ordinals) for version, ordinals in sorted(state.batches.items())}
         slots._untrained = dict(sorted(state.untrained.items()))
-        slots._held = len(slots._open) + sum(map(len, slots._batches.values()))
+        slots._waiting = {ordinal for ordinal in slots.in_flight() if not slots._may_sample(ordinal)}
+        slots._held = len(slots._open) - len(slots._waiting) + sum(map(len, slots._batches.values()))
         slots._trained = state.trained
         slots._skipped, slots._filtered = Counter(state.skipped), Counter(state.filtered)
         slots._failed = Counter(state.failed)
         slots.check_conservation()
         return slots
 
+    def _may_sample(self, ordinal: int) -> bool:
+        """Whether at most N - 1 groups can be trained before this one, apart from those the floor has seen."""
+        before = sum(map(len, self._batches.values())) + sum(1 for other in self._open if other < ordinal)
+        return before < self.n_slots
+
+    def _hold(self, ordinal: int) -> None:
+        if ordinal in self._waiting:
+            self._waiting.remove(ordinal)
+            self._held += 1
+
     def _remove(self, ordinal: int) -> None:
         finished = self._open.pop(ordinal, None)
         if finished is None:
             raise SlotsError(f"group {ordinal} cannot be dropped: it is {self.where(ordinal)}")
+        self._hold(ordinal)
         self._buffered -= finished
         self._held -= 1
 

@@ -31,7 +31,7 @@ class Loop:
         self.path, self.random, self.settings = path, random, settings
         self.checkpoint = 0
         self.history: list[dict[int, list]] = []
-        self.restarts = self.lost = self.abandoned = 0
+        self.restarts = self.lost = self.abandoned = self.readmitted = 0
         self.start()
 
     def start(self) -> None:
@@ -42,6 +42,7 @@ class Loop:
         self.slots = Slots.restore(*self.settings, recovery.slots)
         before, self.history = self.history, self.history[: self.checkpoint]
         self.running: dict[int, list[int]] = {}
+        self.waiting: dict[int, list[int]] = {}
         for version, groups in cuts_since(self.ledger, self.checkpoint):
             batch = contents(groups)
             if version < len(before):
@@ -56,12 +57,12 @@ class Loop:
             prompt = pending.prompt or make_group(pending.ordinal).prompt
             group = Group(pending.ordinal, prompt, pending.samples, pending.epoch)
             self.ledger.dispatched(group, "again", size=SIZE, version=self.slots.floor)
-            self.running[pending.ordinal] = pending.missing
+            (self.waiting if pending.ordinal in self.slots.waiting else self.running)[pending.ordinal] = pending.missing
             for sample in pending.samples:
                 if sample.reward is None and sample.failure is None:
                     self.ledger.scored(sample.ordinal, sample.index, reward=1.0)
             if not pending.missing:
-                del self.running[pending.ordinal]
+                (self.running if pending.ordinal in self.running else self.waiting).pop(pending.ordinal)
                 self.decide(pending.ordinal)
         self.holds = {name: recovery.version for name in ("a", "b")}
         for name, version in self.holds.items():
@@ -72,6 +73,11 @@ class Loop:
         self.random.choice((self.admit, self.admit, self.sample, self.sample, self.sample, self.advance, self.commit))()
 
     def admit(self) -> None:
+        again = self.slots.readmit()
+        if again is not None:
+            self.readmitted += 1
+            self.running[again] = self.waiting.pop(again)
+            return
         ordinal = self.slots.admit()
         if ordinal is not None:
             cursor = {"position": ordinal + 1}
@@ -191,6 +197,7 @@ def test_random_restarts(tmp_path):
     assert sum(loop.restarts for loop in loops) > 20
     assert sum(loop.lost for loop in loops) > 0
     assert sum(loop.abandoned for loop in loops) > 0
+    assert sum(loop.readmitted for loop in loops) > 0
 
 
 @pytest.mark.slow

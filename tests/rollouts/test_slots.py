@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from asyncrl.rollouts import slots as slots_module
+from asyncrl.rollouts.slot_state import SlotState
 from asyncrl.rollouts.slots import (
     ConservationError,
     Slots,
@@ -187,6 +188,41 @@ class TestByHand:
         slots._open.pop(1)
         with pytest.raises(ConservationError, match="'dispatched': 3"):
             slots.check_conservation()
+
+
+class TestReadmission:
+    """After a restart that went back to older weights more groups than slots may be open; see test_restarts."""
+
+    def restored(self) -> Slots:
+        # N = 4: 0 and 1 precede everything, 4 has 4 groups before it, 5 has 5
+        state = SlotState(version=1, floor=1, next_ordinal=8, trained=2)
+        state.open = {2: False, 3: True, 4: False, 5: True, 6: False, 7: False}
+        slots = Slots.restore(2, 1, 1, state)
+        slots.join("a", 1)
+        return slots
+
+    def test_a_group_waits_until_few_enough_are_before_it(self):
+        slots = self.restored()
+        assert slots.waiting == {6, 7}
+        assert slots.readmit() is None and slots.admit() is None and slots.free == 0
+        slots.finish(2)
+        assert slots.take() == [2, 3]
+        slots.mark_trained(1)
+        assert slots.readmit() is None
+        slots.committed("a", 2)
+        assert slots.admit() is None  # the waiting come first
+        assert [slots.readmit() for _ in range(3)] == [6, 7, None]
+        assert slots.waiting == set()
+        assert slots.admit() is None
+        slots.check_conservation()
+
+    def test_a_waiting_group_that_needs_nothing_more_may_finish_or_fail(self):
+        slots = self.restored()
+        slots.finish(6)
+        slots.fail(7, "prompt gone")
+        assert slots.waiting == set()
+        slots.check_conservation()
+        assert slots.counters()["slots_held"] == 5
 
 
 class TestRandomSchedules:
