@@ -11,6 +11,7 @@ torchrun's store), so that nothing of an earlier job is ever read by a later one
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -20,8 +21,6 @@ from asyncrl.config.errors import RunFailed
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-RUN_DIR_KEY = "run_dir"
 
 
 @dataclass(frozen=True)
@@ -81,11 +80,16 @@ class RunContext:
     def store(self) -> Store:
         """This job's store, shared by all ranks; the first call imports torch and connects."""
         if self._store is None:
-            self._store = connect(self.place, self.job, self.deadline_s)
+            self._store = _connect(self.place, self.job, self.deadline_s)
             for key, value in self._pending.items():
                 self._store.set(key, value)
             self._pending.clear()
         return self._store
+
+    def connect(self) -> None:
+        """Reach the store, and with it the ranks that wait for what this one published; free in a world of one."""
+        if self.world_size > 1:
+            assert self.store is not None
 
     def publish(self, key: str, value: str) -> None:
         """Make ``value`` known to all ranks of this job under ``key``."""
@@ -114,22 +118,27 @@ class RunContext:
         )
 
     def close(self, failed: bool = False) -> None:
-        """Leave the job: drop the process group and, unless the job failed, wait until every rank has come here.
+        """Leave the job; every rank must come here before any drops its process group.
 
-        Rank 0 may host the store, so it must not leave first. After a failure nobody is waited for: the others may
-        never come.
+        A rank that drops it earlier closes connections that another, still inside ``init_process_group``, is about to
+        use. Rank 0 goes last, as it may host the store. After a failure nobody is waited for: they may never come.
         """
-        if self._store is None:
+        if failed or (self._store is None and self.world_size == 1):
+            self._store = None
             return
         import torch.distributed as dist
 
-        if dist.is_initialized() and not failed:
+        self._meet("left", range(self.world_size))
+        if dist.is_initialized():
             dist.destroy_process_group()
-        if self.world_size > 1 and not failed:
-            self._store.set(f"left/{self.rank}", "")
-            for rank in range(self.world_size):
-                self._await(f"left/{rank}", self.deadline_s, f"rank {rank} to end job {self.job}")
+        self._meet("gone", range(self.world_size) if self.rank == 0 else ())
         self._store = None
+
+    def _meet(self, key: str, awaited: Iterable[int]) -> None:
+        """Say that this rank has come to ``key``, then wait until the ``awaited`` ranks have."""
+        self.store.set(f"{key}/{self.rank}", "")
+        for rank in awaited:
+            self._await(f"{key}/{rank}", self.deadline_s, f"rank {rank} to end job {self.job}")
 
     def _await(self, key: str, deadline_s: float, waiting_for: str) -> str:
         import torch.distributed as dist
@@ -141,7 +150,7 @@ class RunContext:
             raise RunFailed(f"rank {self.rank} waited {deadline_s:g} s for {waiting_for} ({error})") from None
 
 
-def connect(place: Place, job: int, deadline_s: float) -> Store:
+def _connect(place: Place, job: int, deadline_s: float) -> Store:
     """torchrun's store under the prefix of this attempt and job; an in-process one for a world of one."""
     import torch.distributed as dist
 
@@ -156,13 +165,7 @@ def connect(place: Place, job: int, deadline_s: float) -> Store:
     return dist.PrefixStore(f"asyncrl/attempt{place.attempt}/job{job}", store)
 
 
-def lead_context(place: Place, run_dir: Path, job: int, deadline_s: float) -> RunContext:
-    """The context of rank 0, which has chosen ``run_dir``."""
-    return RunContext(place, run_dir, job, deadline_s, _pending={RUN_DIR_KEY: str(run_dir)})
-
-
-def join_context(place: Place, job: int, deadline_s: float) -> RunContext:
-    """The context of any other rank: waits for rank 0 to publish the run folder."""
-    context = RunContext(place, Path(), job, deadline_s)
-    context.run_dir = Path(context._await(RUN_DIR_KEY, deadline_s, "rank 0 to choose the run folder"))
-    return context
+def lead_context(place: Place, run_dir: Path, job: int, deadline_s: float, published: dict[str, str]) -> RunContext:
+    """The context of rank 0; ``published`` reaches the other ranks when rank 0 first needs the store."""
+    pending = {f"published/{key}": value for key, value in published.items()}
+    return RunContext(place, run_dir, job, deadline_s, _pending=pending)

@@ -58,6 +58,17 @@ def known_keys(schema: type, prefix: str = "") -> list[str]:
     return keys
 
 
+def free_keys(schema: type, prefix: str = "") -> list[str]:
+    """Dotted keys of the nodes below which any key may be set (``dict`` fields)."""
+    keys = []
+    for name, hint in get_type_hints(schema).items():
+        if dataclasses.is_dataclass(hint):
+            keys += free_keys(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
+        elif get_origin(hint) is dict:
+            keys.append(prefix + name)
+    return keys
+
+
 def unknown_key(key: str, keys: list[str]) -> Problem:
     """The problem of a key that does not exist, with the nearest that do."""
     parent, _, leaf = key.rpartition(".")

@@ -1,0 +1,261 @@
+"""Relations between keys, and between keys and this machine, checked before anything is started.
+
+Each check yields a Problem for every violation; ``check`` reports them together. Nothing here imports torch or vLLM.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import math
+import re
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+from asyncrl.config.context import Place
+from asyncrl.config.errors import ConfigError, Problem
+from asyncrl.config.load import REPOSITORY
+from asyncrl.config.machine import count_gpus
+from asyncrl.config.model_folder import check_model_folder
+from asyncrl.config.schema import Config
+
+BIASED = "biases the ratio of trainer to engine log-probabilities, and replay of its support is not available"
+
+
+def check(config: Config, place: Place, gpus: int | None = None) -> None:
+    """Raises ConfigError with every problem found. ``gpus`` overrides the number of GPUs of this machine."""
+    gpus = count_gpus() if gpus is None else gpus
+    problems = [problem for each in CHECKS for problem in each(config)]
+    problems += check_devices(config, place, gpus)
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_mode(config: Config) -> Iterator[Problem]:
+    """The mode is part of this version."""
+    folder = REPOSITORY / "asyncrl" / "modes"
+    modes = get_args(get_type_hints(Config)["mode"])
+    if not (folder / f"{config.mode}.py").is_file():
+        available = ", ".join(mode for mode in modes if (folder / f"{mode}.py").is_file())
+        yield Problem("mode", f"{config.mode} is not part of this version", f"available: {available}")
+
+
+def check_batch(config: Config) -> Iterator[Problem]:
+    """Groups that can have an advantage, and a window that leaves enough slots for a batch."""
+    if config.batch.group_size < 2:
+        yield Problem(
+            "batch.group_size",
+            "the advantage compares the samples of a group, so a single one has none",
+            "batch.group_size=2 or more",
+        )
+    stale, groups = config.staleness.max_steps, config.batch.groups
+    widest = stale * groups + 1
+    if config.staleness.window > widest:
+        yield Problem(
+            "staleness.window",
+            f"{config.staleness.window} leaves fewer slots than a batch needs and the run would never start",
+            f"at most staleness.max_steps * batch.groups + 1 = {widest}"
+            + (" (max_steps=0 is the synchronous loop)" if stale == 0 else ""),
+        )
+
+
+def check_sampling(config: Config) -> Iterator[Problem]:
+    """The engine must sample from the distribution whose log-probabilities it reports."""
+    sampling = config.sampling
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    for name, value in neutral.items():
+        if getattr(sampling, name) != value:
+            yield Problem(f"sampling.{name}", f"{getattr(sampling, name)} {BIASED}", f"sampling.{name}={value}")
+
+
+def check_lengths(config: Config) -> Iterator[Problem]:
+    """prompt + completion <= max_model_len <= token_budget."""
+    context = config.generator.max_model_len
+    for key, tokens in (
+        ("sampling.max_tokens", config.sampling.max_tokens),
+        ("eval.max_tokens", config.eval.max_tokens),
+    ):
+        if tokens >= context:
+            yield Problem(
+                key,
+                f"{tokens} leaves no room for a prompt in generator.max_model_len={context}",
+                f"{key} below {context}, or a larger generator.max_model_len",
+            )
+    if config.trainer.token_budget < context:
+        yield Problem(
+            "trainer.token_budget",
+            f"{config.trainer.token_budget} is less than the longest sample, generator.max_model_len={context}",
+            f"trainer.token_budget={context} or more",
+        )
+
+
+def check_precision(config: Config) -> Iterator[Problem]:
+    """Masters at least as precise as the computation."""
+    if config.model.compute_dtype == "float64" and config.trainer.master_dtype != "float64":
+        yield Problem(
+            "trainer.master_dtype",
+            "weights kept in float32 make a computation in float64 pointless",
+            "trainer.master_dtype=float64",
+        )
+
+
+def check_transport(config: Config) -> Iterator[Problem]:
+    """Anything beyond loopback is encrypted; a peer is not called dead between two of its heartbeats."""
+    transport = config.transport
+    if not is_loopback(transport.host) and not transport.keys_dir:
+        yield Problem(
+            "transport.host",
+            f"{transport.host} can be reached from other machines and no keys are given",
+            "set transport.keys_dir to a folder with CURVE keys, or transport.host=127.0.0.1",
+        )
+    if transport.keys_dir and not Path(transport.keys_dir).is_dir():
+        yield Problem(
+            "transport.keys_dir", f"{transport.keys_dir} is not a folder", "give the folder with the CURVE keys"
+        )
+    if transport.dead_after_s < 2 * transport.heartbeat_s:
+        yield Problem(
+            "transport.dead_after_s",
+            f"{transport.dead_after_s:g} s is less than two heartbeats ({transport.heartbeat_s:g} s each)",
+            f"transport.dead_after_s={2 * transport.heartbeat_s:g} or more",
+        )
+    if config.weights.window_bytes < config.weights.chunk_bytes:
+        yield Problem(
+            "weights.window_bytes",
+            f"{config.weights.window_bytes} is less than one chunk, so that none could be sent",
+            f"weights.window_bytes={config.weights.chunk_bytes} or more",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is only reachable from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_env(config: Config) -> Iterator[Problem]:
+    """A task that exists and held-out items that are not training items."""
+    env = config.env
+    if env.train_seed == env.heldout_seed:
+        yield Problem(
+            "env.heldout_seed",
+            f"{env.heldout_seed} is also env.train_seed: held-out items would be training items",
+            "two different seeds",
+        )
+    if env.kind == "reasoning_gym":
+        if not env.task:
+            yield Problem("env.task", "no task is named", "for example env.task=spell_backward")
+        elif env.task not in reasoning_gym_tasks():
+            yield Problem("env.task", f"reasoning-gym has no task {env.task}", near(env.task, reasoning_gym_tasks()))
+    elif problem := function_problem(env.function):
+        yield problem
+
+
+def near(name: str, names: set[str]) -> str:
+    """A remedy that suggests the names like ``name``."""
+    close = difflib.get_close_matches(name, sorted(names), n=3)
+    return f"did you mean {' or '.join(close)}?" if close else f"one of: {', '.join(sorted(names))}"
+
+
+def reasoning_gym_tasks() -> set[str]:
+    """Names of reasoning-gym's tasks, read from its sources: importing it takes over a second on every rank."""
+    spec = find_spec("reasoning_gym")
+    if spec is None or spec.origin is None:
+        return set()
+    pattern = re.compile(r'^DATASET_NAME = "(\w+)"|register_dataset\(\s*"(\w+)"', re.MULTILINE)
+    return {
+        first or second
+        for path in Path(spec.origin).parent.rglob("*.py")
+        for first, second in pattern.findall(path.read_text())
+    }
+
+
+def function_problem(function: str) -> Problem | None:
+    """What is wrong with ``env.function``; None when the file or the package is there."""
+    key = "env.function"
+    module, _, name = function.rpartition(":")
+    if not module or not name.isidentifier():
+        return Problem(key, f"{function!r} names no function", "package.module:function or path/file.py:function")
+    if module.endswith(".py"):
+        if not Path(module).is_file():
+            return Problem(key, f"{module} is not a file", "give the path from the working directory")
+        return None
+    package = module.split(".")[0]
+    if not package.isidentifier() or find_spec(package) is None:
+        return Problem(key, f"the package {package} cannot be imported", "install it, or give path/file.py:function")
+    return None
+
+
+def check_model(config: Config) -> Iterator[Problem]:
+    yield from check_model_folder(Path(config.model.path), config.generator.max_model_len)
+
+
+def check_run(config: Config) -> Iterator[Problem]:
+    """A run to resume exists and is told apart from a new one."""
+    if not config.resume:
+        return
+    folder = Path(config.resume)
+    if config.run.dir:
+        yield Problem("run.dir", "a resumed run goes on in its own folder", "leave run.dir out, or leave resume out")
+    if not folder.is_dir():
+        yield Problem("resume", f"{folder} is not a folder", "give the folder of a run, for example outputs/latest")
+    elif not (folder / "config.json").is_file():
+        yield Problem("resume", f"{folder} is not the folder of a run (no config.json)", "give the folder of a run")
+
+
+def check_devices(config: Config, place: Place, gpus: int) -> Iterator[Problem]:
+    """Engines and trainer ranks fit on this machine's GPUs."""
+    generator = config.generator
+    if config.weights.backend in ("nccl", "ipc") and gpus == 0:
+        yield Problem(
+            "weights.backend", f"{config.weights.backend} needs GPUs and this machine has none", "weights.backend=zmq"
+        )
+    if gpus == 0:
+        share, replicas = generator.memory_share, generator.replicas
+        if replicas * share > 0.95:
+            yield Problem(
+                "generator.memory_share",
+                f"{replicas} engines at {share:g} each would take {replicas * share:g} of the host's memory",
+                f"generator.memory_share={math.floor(90 / replicas) / 100:g} or less",
+            )
+        return
+    if place.local_world_size > gpus:
+        yield Problem(
+            "--nproc-per-node",
+            f"{place.local_world_size} trainer ranks on {gpus} GPUs",
+            f"torchrun --nproc-per-node {gpus} or less",
+        )
+    if generator.tensor_parallel > gpus:
+        yield Problem(
+            "generator.tensor_parallel",
+            f"one engine wants {generator.tensor_parallel} GPUs and this machine has {gpus}",
+            f"generator.tensor_parallel={gpus} or less",
+        )
+        return
+    wanted = generator.replicas * generator.tensor_parallel
+    sharing = math.ceil(wanted / gpus)
+    if sharing > 1 and sharing * generator.memory_share > 0.95:
+        yield Problem(
+            "generator.replicas",
+            f"{wanted} GPUs are wanted and {gpus} exist; {sharing} engines at generator.memory_share="
+            f"{generator.memory_share:g} do not fit on one",
+            f"fewer replicas, or generator.memory_share={math.floor(90 / sharing) / 100:g} or less",
+        )
+
+
+CHECKS: list[Callable[[Config], Iterator[Problem]]] = [
+    check_mode,
+    check_batch,
+    check_sampling,
+    check_lengths,
+    check_precision,
+    check_transport,
+    check_env,
+    check_model,
+    check_run,
+]

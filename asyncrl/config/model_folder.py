@@ -1,0 +1,121 @@
+"""Is this folder a model that we can train and serve? Answered from file headers, without torch or transformers."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.errors import Problem
+
+KEY = "model.path"
+TRAINABLE_DTYPES = {"F64", "F32", "F16", "BF16"}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors format
+
+# Where each library names the architectures it knows.
+REGISTRIES = {
+    "transformers": "models/auto/modeling_auto.py",
+    "vllm": "model_executor/models/registry.py",
+}
+
+
+def check_model_folder(folder: Path, max_model_len: int) -> Iterator[Problem]:
+    """Every reason for which ``folder`` cannot be trained and served with contexts of ``max_model_len`` tokens."""
+    if not folder.is_dir():
+        remedy = "give a local folder in Hugging Face format"
+        if folder.parent.name and not folder.parent.exists():
+            name = f"{folder.parent.name}/{folder.name}"
+            remedy += f"; to fetch one: hf download {name} --local-dir {folder.name}, then model.path={folder.name}"
+        yield Problem(KEY, f"{folder} is not a folder", remedy)
+        return
+    yield from _check_settings(folder, max_model_len)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        names = " or ".join(TOKENIZER_FILES)
+        yield Problem(KEY, f"{folder} has no tokenizer ({names})", "copy the tokenizer's files beside the weights")
+    yield from _check_weights(folder)
+
+
+def _check_settings(folder: Path, max_model_len: int) -> Iterator[Problem]:
+    try:
+        settings: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        architectures = settings.get("architectures") or []
+    except (OSError, ValueError, AttributeError) as error:
+        yield Problem(KEY, f"{folder}/config.json cannot be read: {error}", "give a folder in Hugging Face format")
+        return
+    if not architectures:
+        yield Problem(KEY, f"{folder}/config.json names no architecture", 'add "architectures": ["..."] to it')
+    for architecture in architectures:
+        for library in REGISTRIES:
+            if not knows_architecture(library, architecture):
+                message = f"the installed {library} does not know the architecture {architecture} of {folder}"
+                yield Problem(KEY, message, "choose a model that transformers trains and vLLM serves")
+    if "quantization_config" in settings:
+        yield Problem(KEY, f"{folder} is quantised, which cannot be trained", "give the unquantised model")
+    limit = settings.get("max_position_embeddings")
+    if isinstance(limit, int) and limit < max_model_len:
+        message = f"{max_model_len} is more than the {limit} positions of the model"
+        yield Problem("generator.max_model_len", message, f"generator.max_model_len={limit} or less")
+
+
+def knows_architecture(library: str, architecture: str) -> bool:
+    """Whether the registry of an installed library names ``architecture``.
+
+    The source is searched as text: importing it would import torch. A library that is not installed, or keeps its
+    registry elsewhere, is given the benefit of the doubt; it speaks for itself when it loads the model.
+    """
+    spec = find_spec(library)
+    if spec is None or spec.origin is None:
+        return True
+    registry = Path(spec.origin).parent / REGISTRIES[library]
+    return not registry.is_file() or f'"{architecture}"' in registry.read_text()
+
+
+def _check_weights(folder: Path) -> Iterator[Problem]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            yield Problem(KEY, f"{index} cannot be read: {error!r}", "download the folder again")
+            return
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names:
+        yield Problem(KEY, f"{folder} has no *.safetensors", "convert it: save_pretrained of transformers writes them")
+    for name in names:
+        yield from _check_safetensors(folder / name)
+
+
+def _check_safetensors(path: Path) -> Iterator[Problem]:
+    try:
+        header = read_safetensors_header(path)
+    except (OSError, ValueError) as error:
+        yield Problem(KEY, f"{path} cannot be read: {error}", "download the folder again")
+        return
+    wrong = {entry["dtype"] for name, entry in header.items() if name != "__metadata__"} - TRAINABLE_DTYPES
+    if wrong:
+        message = f"{path} holds weights of type {', '.join(sorted(wrong))}"
+        yield Problem(KEY, message, f"give weights of type {', '.join(sorted(TRAINABLE_DTYPES))}")
+
+
+def read_safetensors_header(path: Path) -> dict[str, Any]:
+    """The header: tensor name -> dtype, shape and offsets. Raises OSError, or ValueError when the file is damaged."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        start = file.read(8)
+        if start.startswith(b"version "):
+            raise ValueError("it is a Git LFS pointer, not the weights")
+        if len(start) < 8:
+            raise ValueError("it is not a safetensors file")
+        (length,) = struct.unpack("<Q", start)
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise ValueError("it is cut off, or not a safetensors file")
+        header = json.loads(file.read(length))
+    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    if 8 + length + end != size:
+        raise ValueError(f"it has {size} bytes instead of {8 + length + end}")
+    return header

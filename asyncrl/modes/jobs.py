@@ -1,0 +1,167 @@
+"""Runs one job, or the jobs of a sweep one after another, on this rank: check, run folder, mode.
+
+Every rank composes and checks all jobs before the first one starts; a mistake in the last job of a sweep costs nothing.
+Rank 0 chooses the folder and publishes it with the configuration, so that all ranks act on the same one. A failed job
+ends the launch: the other ranks may be inside a collective, and torchrun ends them when this process is gone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from asyncrl.config.check import check
+from asyncrl.config.context import Place, RunContext, lead_context
+from asyncrl.config.errors import ConfigError, Problem, RunFailed, exit_on_config_error
+from asyncrl.config.files import CONFIG_FILE, from_dict, save_config, to_dict
+from asyncrl.config.load import resolve
+from asyncrl.config.run_folder import (
+    Launch,
+    changed_on_resume,
+    choose_run_dir,
+    choose_sweep_dir,
+    earlier_attempt,
+    link_latest,
+)
+from asyncrl.config.schema import Config
+
+FAILED_STATUS = 1
+INTERRUPTED_STATUS = 130
+
+
+@dataclass
+class Job:
+    """What Hydra composed for one job. ``overrides`` are those in which the jobs of the sweep differ."""
+
+    number: int
+    composed: DictConfig
+    overrides: Sequence[str] = ()
+
+
+def run_jobs(jobs: Sequence[Job], sweep: bool) -> None:
+    """Runs ``jobs`` in order. Ends the process with status 2 for a configuration error, 1 for a failed run."""
+    place = Place.from_environment()
+    with exit_on_config_error():
+        configs = check_jobs(jobs, place)
+    folders = Folders(place, sweep)
+    for job, config in zip(jobs, configs, strict=True):
+        try:
+            with exit_on_config_error():
+                opened = folders.lead(job, config) if place.rank == 0 else folders.follow(job, config)
+            if opened is not None:
+                run_mode(*opened)
+                if place.rank == 0:
+                    folders.record_return(opened[1])
+        except RunFailed as error:
+            print(f"asyncrl: rank {place.rank}: {error}", file=sys.stderr)
+            _leave(FAILED_STATUS)
+        except KeyboardInterrupt:
+            print(f"asyncrl: rank {place.rank}: interrupted", file=sys.stderr)
+            _leave(INTERRUPTED_STATUS)
+        except Exception:
+            logging.getLogger(__name__).exception("asyncrl: rank %d failed", place.rank)
+            _leave(FAILED_STATUS)
+
+
+def check_jobs(jobs: Sequence[Job], place: Place) -> list[Config]:
+    """The Config of every job; raises one ConfigError with the problems of all of them."""
+    configs: list[Config] = []
+    problems: dict[str, Problem] = {}
+    for job in jobs:
+        try:
+            config = resolve(job.composed)
+            check(config, place)
+            if config.resume:
+                problems |= {str(problem): problem for problem in changed_on_resume(config)}
+            if len(jobs) > 1 and (config.run.dir or config.resume):
+                key = "run.dir" if config.run.dir else "resume"
+                problems[key] = Problem(key, "names one folder for all jobs of a sweep", f"leave {key} out")
+            configs.append(config)
+        except ConfigError as error:
+            problems |= {str(problem): problem for problem in error.problems}
+    if problems:
+        raise ConfigError(list(problems.values()))
+    return configs
+
+
+class Folders:
+    """Chooses the run folder of each job on rank 0 and makes it known to the others."""
+
+    def __init__(self, place: Place, sweep: bool) -> None:
+        self.place = place
+        self.sweep = sweep
+        self.sweep_dir: Path | None = None
+
+    def lead(self, job: Job, config: Config) -> tuple[Config, RunContext] | None:
+        """Rank 0: the job's folder, written and published; None when an earlier attempt has finished the job."""
+        launch = Launch.now(job.number, self.place.attempt)
+        earlier = earlier_attempt(config, launch) if self.place.attempt else None
+        if earlier is not None:
+            run_dir, record = earlier
+            self.sweep_dir = run_dir.parent if self.sweep else None
+            if record.returned:
+                self._context(job, config, run_dir, skip=True).close()
+                return None
+            config.resume = str(run_dir)
+        elif config.resume:
+            run_dir = Path(config.resume)
+        else:
+            if self.sweep and self.sweep_dir is None:
+                self.sweep_dir = choose_sweep_dir(config)
+            run_dir = choose_run_dir(config, self.sweep_dir, job.number, job.overrides)
+        save_config(config, run_dir)
+        launch.write(run_dir)
+        link_latest(Path(config.run.root).absolute(), run_dir)
+        return config, self._context(job, config, run_dir)
+
+    def _context(self, job: Job, config: Config, run_dir: Path, skip: bool = False) -> RunContext:
+        text = json.dumps({"run_dir": str(run_dir), "skip": skip, "config": to_dict(config)})
+        return lead_context(self.place, run_dir, job.number, config.deadline.start_s, {"start": text})
+
+    def follow(self, job: Job, config: Config) -> tuple[Config, RunContext] | None:
+        """Any other rank: what rank 0 published. On a node that does not share rank 0's disk it makes the folder."""
+        context = RunContext(self.place, Path(), job.number, config.deadline.start_s)
+        start = json.loads(context.await_published("start", config.deadline.start_s))
+        context.run_dir, config = Path(start["run_dir"]), from_dict(start["config"])
+        if start["skip"]:
+            context.close()
+            return None
+        if self.place.local_rank == 0 and not (context.run_dir / CONFIG_FILE).exists():
+            context.run_dir.mkdir(parents=True, exist_ok=True)
+            save_config(config, context.run_dir)
+        return config, context
+
+    def record_return(self, context: RunContext) -> None:
+        """Notes in ``launch.json`` that the mode has returned, so that a restart does not run the job again."""
+        launch = Launch.now(context.job, self.place.attempt)
+        launch.returned = True
+        launch.write(context.run_dir)
+
+
+def run_mode(config: Config, context: RunContext) -> None:
+    """Runs ``asyncrl.modes.<mode>`` and closes the context; of a dry run only what every process would read is left."""
+    failed = True
+    try:
+        if config.run.dry:
+            context.connect()
+            print(f"dry run, rank {context.rank} of {context.world_size}: {context.run_dir / CONFIG_FILE}", flush=True)
+        else:
+            importlib.import_module(f"asyncrl.modes.{config.mode}").run(config, context)
+        failed = False
+    finally:
+        context.close(failed)
+
+
+def _leave(status: int) -> None:
+    """Ends this process at once: threads of a broken process group must not keep it, and with it its peers, alive."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

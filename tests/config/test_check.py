@@ -1,0 +1,164 @@
+"""Relations between keys: each contradiction is refused with its key and a remedy that, once followed, is accepted."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.config import check as checks
+from asyncrl.config.check import check, is_loopback, reasoning_gym_tasks
+from asyncrl.config.context import Place
+from asyncrl.config.errors import ConfigError
+from asyncrl.config.files import from_dict
+from tests.config.folders import make_model_folder
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Builds a Config from dotted keys on top of one that is accepted."""
+    monkeypatch.setattr(checks, "REPOSITORY", tmp_path)
+    (tmp_path / "asyncrl" / "modes").mkdir(parents=True)
+    (tmp_path / "asyncrl" / "modes" / "grpo.py").touch()
+    folder = make_model_folder(tmp_path / "model")
+
+    def build(**changes):
+        values: dict = {}
+        for key, value in ({"model.path": str(folder), "env.task": "spell_backward"} | changes).items():
+            node = values
+            *parents, leaf = key.split(".")
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[leaf] = value
+        return from_dict(values)
+
+    return build
+
+
+def keys(config, gpus=0, **place):
+    try:
+        check(config, Place(**place), gpus)
+    except ConfigError as error:
+        return [problem.key for problem in error.problems]
+    return []
+
+
+def test_the_base_is_accepted(make):
+    assert keys(make()) == []
+
+
+CONTRADICTIONS = [
+    ({"mode": "zo"}, "mode"),
+    ({"batch.group_size": 1}, "batch.group_size"),
+    ({"staleness.max_steps": 0, "staleness.window": 2}, "staleness.window"),
+    ({"staleness.max_steps": 1, "batch.groups": 8, "staleness.window": 10}, "staleness.window"),
+    ({"sampling.top_p": 0.9}, "sampling.top_p"),
+    ({"sampling.top_k": 50}, "sampling.top_k"),
+    ({"sampling.min_p": 0.1}, "sampling.min_p"),
+    ({"sampling.repetition_penalty": 1.1}, "sampling.repetition_penalty"),
+    ({"sampling.max_tokens": 128, "generator.max_model_len": 128}, "sampling.max_tokens"),
+    ({"eval.max_tokens": 200, "generator.max_model_len": 128}, "eval.max_tokens"),
+    ({"trainer.token_budget": 127, "generator.max_model_len": 128}, "trainer.token_budget"),
+    ({"generator.max_model_len": 513, "trainer.token_budget": 600}, "generator.max_model_len"),
+    ({"model.compute_dtype": "float64"}, "trainer.master_dtype"),
+    ({"transport.host": "0.0.0.0"}, "transport.host"),
+    ({"transport.host": "10.0.0.1"}, "transport.host"),
+    ({"transport.keys_dir": "/no/such/folder"}, "transport.keys_dir"),
+    ({"transport.heartbeat_s": 5.0, "transport.dead_after_s": 6.0}, "transport.dead_after_s"),
+    ({"weights.chunk_bytes": 2, "weights.window_bytes": 1}, "weights.window_bytes"),
+    ({"weights.backend": "nccl"}, "weights.backend"),
+    ({"weights.backend": "ipc"}, "weights.backend"),
+    ({"env.task": ""}, "env.task"),
+    ({"env.task": "spell_backwards"}, "env.task"),
+    ({"env.train_seed": 2, "env.heldout_seed": 2}, "env.heldout_seed"),
+    ({"env.kind": "function"}, "env.function"),
+    ({"env.kind": "function", "env.function": "no_such_package:f"}, "env.function"),
+    ({"env.kind": "function", "env.function": "missing.py:f"}, "env.function"),
+    ({"env.kind": "function", "env.function": "json"}, "env.function"),
+    ({"model.path": "/no/such/model"}, "model.path"),
+    ({"resume": "/no/such/run"}, "resume"),
+    ({"generator.replicas": 4, "generator.memory_share": 0.4}, "generator.memory_share"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"), CONTRADICTIONS, ids=[f"{key}-{i}" for i, (_, key) in enumerate(CONTRADICTIONS)]
+)
+def test_contradiction_is_refused(make, changes, key):
+    assert keys(make(**changes)) == [key]
+
+
+ACCEPTED = [
+    {"staleness.max_steps": 0, "staleness.window": 1},
+    {"staleness.max_steps": 1, "batch.groups": 8, "staleness.window": 9},
+    {"trainer.token_budget": 128, "generator.max_model_len": 128},
+    {"model.compute_dtype": "float64", "trainer.master_dtype": "float64"},
+    {"transport.host": "localhost"},
+    {"transport.host": "::1"},
+    {"transport.host": "10.0.0.1", "transport.keys_dir": "/tmp"},
+    {"env.kind": "function", "env.function": "json:loads"},
+    {"env.kind": "function", "env.function": f"{__file__}:test"},
+    {"trainer.steps": 2, "optim.warmup_steps": 3},
+]
+
+
+@pytest.mark.parametrize("changes", ACCEPTED)
+def test_the_limit_itself_is_accepted(make, changes):
+    assert keys(make(**changes)) == []
+
+
+def test_biased_sampling_says_why(make):
+    """TRL #6789, vLLM RFC #42259: a truncated support turns the ratio into kept mass."""
+    with pytest.raises(
+        ConfigError, match=r"sampling\.top_p: 0\.8 biases the ratio .* replay of its support is not available"
+    ):
+        check(make(**{"sampling.top_p": 0.8}), Place(), 0)
+
+
+def test_all_problems_are_reported_at_once(make):
+    config = make(**{"sampling.top_p": 0.8, "staleness.window": 1000, "env.task": ""})
+    assert set(keys(config)) == {"sampling.top_p", "staleness.window", "env.task"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "gpus", "expected"),
+    [
+        ({"generator.replicas": 2, "generator.memory_share": 0.9}, {}, 1, ["generator.replicas"]),
+        ({"generator.replicas": 2, "generator.memory_share": 0.4}, {}, 1, []),  # two share one GPU
+        ({"generator.replicas": 2, "generator.memory_share": 0.9}, {}, 2, []),
+        (
+            {"generator.replicas": 2, "generator.tensor_parallel": 2, "generator.memory_share": 0.9},
+            {},
+            2,
+            ["generator.replicas"],
+        ),
+        ({"generator.tensor_parallel": 4}, {}, 2, ["generator.tensor_parallel"]),
+        ({"weights.backend": "nccl"}, {}, 1, []),
+        ({}, {"local_world_size": 3, "world_size": 3}, 2, ["--nproc-per-node"]),
+        ({}, {"local_world_size": 2, "world_size": 2}, 2, []),
+        ({}, {"local_world_size": 2, "world_size": 2}, 0, []),  # gloo ranks share the CPU
+    ],
+)
+def test_devices(make, changes, place, gpus, expected):
+    assert keys(make(**changes), gpus, **place) == expected
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("[::1]", True), ("0.0.0.0", False), ("node7", False)],
+)
+def test_loopback(host, expected):
+    assert is_loopback(host) is expected
+
+
+def test_task_names_read_from_sources_are_those_that_reasoning_gym_registers():
+    from reasoning_gym.factory import DATASETS
+
+    assert reasoning_gym_tasks() == set(DATASETS)
+
+
+def test_a_run_to_resume_needs_its_config(make, tmp_path):
+    (tmp_path / "run").mkdir()
+    config = make(resume=str(tmp_path / "run"))
+    assert keys(config) == ["resume"]
+    (tmp_path / "run" / "config.json").write_text("{}")
+    assert keys(config) == []
+    assert keys(make(resume=str(tmp_path / "run"), **{"run.dir": "x"})) == ["run.dir"]

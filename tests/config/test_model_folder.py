@@ -1,0 +1,114 @@
+"""A model folder that cannot be trained or served is refused with the reason, before torch is imported."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from asyncrl.config.model_folder import check_model_folder, knows_architecture, read_safetensors_header
+from tests.config.folders import make_model_folder, write_safetensors
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_model_folder(tmp_path / "model")
+
+
+def found(folder, max_model_len=128):
+    return [
+        f"{problem.key}: {problem.message} -> {problem.remedy}" for problem in check_model_folder(folder, max_model_len)
+    ]
+
+
+def test_a_good_folder_has_no_problem(folder):
+    assert found(folder) == []
+
+
+def test_sharded_weights_are_read_through_the_index(folder):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    weights = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    assert ["model-00002-of-00002.safetensors cannot be read" in text for text in found(folder)] == [True]
+    write_safetensors(folder / "model-00002-of-00002.safetensors")
+    assert found(folder) == []
+
+
+def test_no_folder_but_a_hub_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (text,) = found(tmp_path / "Qwen" / "Qwen3-0.6B")
+    assert "is not a folder" in text and "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B" in text
+
+
+def test_no_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    (text,) = found(folder)
+    assert "has no tokenizer" in text
+
+
+def test_unknown_architecture(tmp_path):
+    folder = make_model_folder(tmp_path / "model", architectures=["Qwen3ForCausalLLM"])
+    texts = found(folder)
+    assert len(texts) == 2, "one for transformers, one for vLLM"
+    assert all("does not know the architecture Qwen3ForCausalLLM" in text for text in texts)
+
+
+def test_the_registries_of_the_installed_libraries_are_found():
+    """Guards the places that ``knows_architecture`` reads: if a release moves them, nothing would be checked."""
+    for library in ("transformers", "vllm"):
+        assert knows_architecture(library, "Qwen3ForCausalLM") and knows_architecture(library, "LlamaForCausalLM")
+        assert not knows_architecture(library, "NoSuchForCausalLM")
+
+
+def test_no_architecture(tmp_path):
+    assert "names no architecture" in found(make_model_folder(tmp_path / "model", architectures=None))[0]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_unreadable_settings(folder, text):
+    (folder / "config.json").write_text(text)
+    assert "config.json cannot be read" in found(folder)[0]
+
+
+def test_wrong_dtype(folder):
+    write_safetensors(folder / "model.safetensors", dtype="F8_E4M3")
+    (text,) = found(folder)
+    assert "weights of type F8_E4M3" in text and "BF16" in text
+
+
+def test_quantised(tmp_path):
+    folder = make_model_folder(tmp_path / "model", quantization_config={"bits": 4})
+    assert "is quantised" in found(folder)[0]
+
+
+def test_context_longer_than_the_model_has_positions(folder):
+    (text,) = found(folder, max_model_len=513)
+    assert text.startswith("generator.max_model_len: 513") and "generator.max_model_len=512" in text
+
+
+def test_no_weights(folder):
+    (folder / "model.safetensors").unlink()
+    assert "has no *.safetensors" in found(folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer"),
+        (b"", "not a safetensors file"),
+        (b"\xff" * 64, "cut off, or not a safetensors file"),
+    ],
+)
+def test_damaged_weights(folder, content, reason):
+    (folder / "model.safetensors").write_bytes(content)
+    (text,) = found(folder)
+    assert reason in text
+
+
+def test_cut_off_weights(folder):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    assert read_safetensors_header(path)["model.norm.weight"]["shape"] == [1]
+    path.write_bytes(whole[:-1])
+    (text,) = found(folder)
+    assert f"has {len(whole) - 1} bytes instead of {len(whole)}" in text
