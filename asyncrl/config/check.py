@@ -141,11 +141,12 @@ def is_loopback(host: str) -> bool:
 def check_env(config: Config) -> Iterator[Problem]:
     """A task that exists and held-out items that are not training items."""
     env = config.env
-    if env.train_seed == env.heldout_seed:
+    overlap = env.train_seed < env.heldout_seed + env.heldout_size and env.heldout_seed < env.train_seed + env.size
+    if overlap and env.heldout_size:
         yield Problem(
             "env.heldout_seed",
-            f"{env.heldout_seed} is also env.train_seed: held-out items would be training items",
-            "two different seeds",
+            f"item i comes from seed + i, so held-out items from {env.heldout_seed} on are also training items",
+            f"env.heldout_seed={env.train_seed + env.size} or more",
         )
     if env.kind == "reasoning_gym":
         if not env.task:

@@ -69,6 +69,8 @@ CONTRADICTIONS = [
     ({"env.task": ""}, "env.task"),
     ({"env.task": "spell_backwards"}, "env.task"),
     ({"env.train_seed": 2, "env.heldout_seed": 2}, "env.heldout_seed"),
+    ({"env.train_seed": 2, "env.size": 10, "env.heldout_seed": 11}, "env.heldout_seed"),
+    ({"env.train_seed": 100, "env.heldout_seed": 90, "env.heldout_size": 11}, "env.heldout_seed"),
     ({"env.kind": "function"}, "env.function"),
     ({"env.kind": "function", "env.function": "no_such_package:f"}, "env.function"),
     ({"env.kind": "function", "env.function": "missing.py:f"}, "env.function"),
@@ -97,6 +99,8 @@ ACCEPTED = [
     {"env.kind": "function", "env.function": "json:loads"},
     {"env.kind": "function", "env.function": f"{__file__}:test"},
     {"trainer.steps": 2, "optim.warmup_steps": 3},
+    {"env.train_seed": 2, "env.size": 10, "env.heldout_seed": 12},
+    {"env.train_seed": 100, "env.heldout_seed": 90, "env.heldout_size": 10},
 ]
 
 
