@@ -1,0 +1,48 @@
+"""Held-out accuracy, measured by the engines that also serve training.
+
+An evaluation is one greedy completion of every held-out item at one weight version. Its requests carry negative
+ordinals, so the generator treats them as any other request and they never touch a staleness slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncrl.rollouts.types import Prompt, Sample
+
+
+@dataclass
+class Evaluation:
+    """Progress of one evaluation. ``accuracy`` is the share of items with reward 1, ``reward`` the mean.
+
+    An item whose reward failed counts as not solved and is counted in ``failures``.
+    """
+
+    version: int
+    prompts: dict[int, Prompt]  # by ordinal, all negative
+    results: dict[int, float] = field(default_factory=dict)
+    samples: list[tuple[Prompt, Sample]] = field(default_factory=list)
+    versions_seen: set[int] = field(default_factory=set)
+    failures: int = 0
+
+    @classmethod
+    def of(cls, version: int, prompts: list[Prompt]) -> Evaluation:
+        return cls(version, {-(i + 1): prompt for i, prompt in enumerate(prompts)})
+
+    def record(self, sample: Sample) -> None:
+        self.results[sample.ordinal] = sample.reward if sample.reward is not None else 0.0
+        self.failures += sample.failure is not None
+        self.samples.append((self.prompts[sample.ordinal], sample))
+        self.versions_seen.update(int(v) for v in sample.versions)
+
+    @property
+    def done(self) -> bool:
+        return len(self.results) == len(self.prompts)
+
+    @property
+    def accuracy(self) -> float:
+        return sum(r >= 1.0 for r in self.results.values()) / len(self.results)
+
+    @property
+    def reward(self) -> float:
+        return sum(self.results.values()) / len(self.results)

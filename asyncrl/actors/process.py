@@ -1,0 +1,131 @@
+"""Starting and ending child processes so that none outlives its parent.
+
+Invariants:
+- a child sees a clean environment: no variable of torchrun reaches vLLM or the controller;
+- a child runs in its own session, so Ctrl-C reaches only the ranks that the user started, and they end the rest;
+- a child asks the kernel for a signal when its parent dies (PR_SET_PDEATHSIG): SIGKILL of any process leaves no orphan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+
+TORCHRUN_VARIABLES = {
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+}
+
+
+def die_with_parent(sig: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
+    """Ask the kernel to send ``sig`` to this process when its parent dies.
+
+    ``parent`` is the expected parent's pid; when it is already gone (the race between fork and this call) the
+    process ends at once.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, int(sig), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), sig)
+
+
+def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment without what torchrun added, plus ``extra`` and an import path that finds this package."""
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in TORCHRUN_VARIABLES and not key.startswith(("TORCHELASTIC_", "PET_"))
+    }
+    root = str(Path(__file__).resolve().parents[2])
+    env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
+    return {**env, **(extra or {})}
+
+
+def spawn(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    log: Path | None = None,
+    extra_env: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
+    death_signal: signal.Signals = signal.SIGKILL,
+) -> subprocess.Popen[bytes]:
+    """Start ``python -m module arguments`` in its own session; its output goes to ``log`` or to ours."""
+    parent = os.getpid()
+
+    def prepare() -> None:
+        die_with_parent(death_signal, parent)
+
+    output = None if log is None else log.open("ab")
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            env=clean_environment(extra_env),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=tuple(pass_fds),
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
+    finally:
+        if output is not None:
+            output.close()
+
+
+def end(process: subprocess.Popen[bytes], *, grace_s: float) -> int:
+    """End a child and its session: SIGTERM, ``grace_s`` seconds, then SIGKILL. Returns the exit code."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=grace_s)
+    kill_session(process.pid)
+    return process.wait(timeout=30)
+
+
+def kill_session(pid: int) -> None:
+    """SIGKILL what is left in the process group that ``pid`` leads."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def describe_exit(code: int) -> str:
+    """A readable form of an exit code: ``exit code 1`` or ``killed by SIGKILL``."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def read_line(fd: int, *, deadline_s: float, what: str) -> str:
+    """One line from a pipe. Raises ``RuntimeError`` saying ``what`` was waited for when it closes or is late."""
+    end_at = time.monotonic() + deadline_s
+    data = b""
+    while not data.endswith(b"\n"):
+        ready, _, _ = select.select([fd], [], [], max(end_at - time.monotonic(), 0))
+        if not ready:
+            raise RuntimeError(f"waited {deadline_s:g} s for {what}; it never came")
+        chunk = os.read(fd, 4096)
+        if not chunk:
+            raise RuntimeError(f"the process that should send {what} ended before it did")
+        data += chunk
+    return data.decode().strip()

@@ -1,0 +1,154 @@
+"""The controller's figures: counts and busy time gathered as things happen, handed to the reporter once a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from asyncrl.actors.batches import Batch
+from asyncrl.actors.evaluation import Evaluation
+from asyncrl.config.schema import Config
+from asyncrl.report.idle import BusyMeter, Clock, idle_share
+from asyncrl.report.reporter import Reporter
+from asyncrl.report.summary import Ended
+
+
+class Progress:
+    """Meters of one run. ``clock`` is monotonic seconds."""
+
+    def __init__(self, cfg: Config, reporter: Reporter, clock: Clock) -> None:
+        self.cfg, self.reporter, self.clock = cfg, reporter, clock
+        self.totals: Counter[str] = Counter()
+        self.sync: dict[str, Any] = {}
+        self.sync_seconds = 0.0
+        self._trainer = BusyMeter(clock)
+        self._generators: dict[str, BusyMeter] = {}
+        self._span_began = False
+        self._last_at, self._last = clock(), Counter()
+        self.idle: dict[str, float | None] = {}
+
+    def begin_training(self) -> None:
+        """The span over which idle shares are taken begins: the first training prompt is dispatched."""
+        if not self._span_began:
+            self._span_began = True
+            for meter in (self._trainer, *self._generators.values()):
+                meter.start()
+
+    def end_training(self) -> None:
+        """The span ends with the last step; waiting for the final evaluation is not idleness."""
+        for meter in (self._trainer, *self._generators.values()):
+            meter.stop()
+
+    def generator_load(self, name: str, samples_in_flight: int) -> None:
+        """Note how many samples ``name`` now owes: it is busy while there is one."""
+        meter = self._generators.get(name)
+        if meter is None:
+            meter = self._generators[name] = BusyMeter(self.clock)
+            if self._span_began:
+                meter.start()
+        busy = meter.busy
+        if samples_in_flight and not busy:
+            meter.begin()
+        elif not samples_in_flight and busy:
+            meter.end()
+
+    def generated(self, tokens: int) -> None:
+        self.totals["generated"] += tokens
+
+    def synced(self, seconds: dict[str, float], nbytes: int) -> None:
+        """One engine committed a push: seconds by phase, and the bytes it received."""
+        self.sync_seconds += seconds["total"]
+        self.totals["syncs"] += 1
+        self.sync = {"sync/seconds": seconds["total"], "sync/pause_s": seconds["pause"], "sync/bytes": nbytes}
+
+    def step(self, batch: Batch, report: dict[str, Any], counts: dict[str, Any], more: dict[str, Any]) -> None:
+        """Report one step: the batch's figures, the trainer's, the conservation law, rates and idle shares."""
+        now = self.clock()
+        self._trainer.add(now - report["busy_s"], now)
+        tokens = sum(len(s.token_ids) for s in batch.samples)
+        self.totals["trained"] += 0 if report["skipped"] else tokens
+        seconds = max(now - self._last_at, 1e-9)
+        rates = {f"tokens/{k}_per_s": (self.totals[k] - self._last[k]) / seconds for k in ("generated", "trained")}
+        self._last_at, self._last = now, Counter(self.totals)
+        self.idle = {
+            "idle/generator": idle_share(self._generators.values()),
+            "idle/trainer": idle_share([self._trainer]),
+        }
+        self.reporter.step(
+            {
+                "step": batch.version + 1,
+                **batch.metrics,
+                **report["metrics"],
+                **({"train/skipped": report["skipped"]} if report["skipped"] else {}),
+                **rates,
+                "tokens/generated": self.totals["generated"],
+                "tokens/trained": self.totals["trained"],
+                **_groups(counts),
+                **{key: share for key, share in self.idle.items() if share is not None},
+                **self.sync,
+                "sync/seconds_total": self.sync_seconds,
+                "sync/count": self.totals["syncs"],
+                **more,
+            }
+        )
+        if self.reporter.wants_rollouts(batch.version + 1):
+            self.reporter.rollouts(batch.version + 1, rollout_rows(batch))
+
+    def evaluated(self, evaluation: Evaluation, seconds: float) -> None:
+        self.reporter.evaluation(
+            evaluation.version,
+            {
+                "eval/accuracy": evaluation.accuracy,
+                "eval/items": len(evaluation.results),
+                "eval/failed": evaluation.failures,
+                "eval/seconds": seconds,
+            },
+        )
+
+    def event(self, text: str, warning: bool = False) -> None:
+        self.reporter.event(text, warning=warning)
+
+    def finish(self, ended: Ended, reason: str, counts: dict[str, Any] | None) -> None:
+        """Write the summary; ``counts`` are the conservation law's terms at the end."""
+        summary = self.reporter.summary(ended, reason)
+        if counts is not None:
+            law = summary.conservation
+            law.dispatched, law.trained = counts["dispatched"], counts["trained"]
+            law.skipped, law.failed = dict(counts["skipped"]), dict(counts["failed"])
+            law.filtered = sum(counts["filtered"].values())
+            law.buffered, law.in_training, law.in_flight = (
+                counts["buffered"],
+                counts["in_training"],
+                counts["in_flight"],
+            )
+        summary.tokens_generated = self.totals["generated"]
+        self.reporter.finish(summary)
+
+
+def rollout_rows(batch: Batch) -> list[dict[str, Any]]:
+    """Rows of the rollouts table: text, reward and age of the batch's samples."""
+    return [
+        {
+            "step": batch.version + 1,
+            "ordinal": group.ordinal,
+            "item": group.prompt.item_id,
+            "index": sample.index,
+            "completion": sample.text,
+            "reward": sample.reward,
+            "tokens": len(sample.token_ids),
+            "finish_reason": sample.finish_reason,
+        }
+        for group in batch.groups
+        for sample in group.samples
+    ]
+
+
+def _groups(counts: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {
+        f"groups/{k}": counts[k] for k in ("dispatched", "trained", "buffered", "in_training", "in_flight")
+    }
+    flat["groups/filtered"] = sum(counts["filtered"].values())
+    for kind in ("skipped", "failed"):
+        flat[f"groups/{kind}"] = sum(counts[kind].values())
+        flat.update({f"groups/{kind}/{reason}": n for reason, n in counts[kind].items()})
+    return flat

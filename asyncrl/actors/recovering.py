@@ -1,0 +1,36 @@
+"""Going on from a run folder: what the ledger gives back to the conductor.
+
+The trainers load the last checkpoint (version c); the cuts c, c+1, ... that the ledger holds are applied again to the
+same samples before the engines get weights; finished groups wait for their batch as before; groups in flight are asked
+for again under their ordinals, only for the samples that are missing.
+"""
+
+from __future__ import annotations
+
+from asyncrl.actors.conductor import Conductor
+from asyncrl.rollouts.recovery import Pending, cuts_since, recover
+from asyncrl.rollouts.slots import Slots
+from asyncrl.rollouts.types import Group
+
+
+def recover_run(conductor: Conductor, checkpoint: int) -> None:
+    """Give ``conductor`` (and its desk) the state that the ledger holds behind the checkpoint of that version."""
+    desk, ledger, cfg = conductor.desk, conductor.ledger, conductor.cfg
+    found = recover(ledger, checkpoint)
+    desk.slots = Slots.restore(cfg.batch.groups, cfg.staleness.max_steps, cfg.staleness.window, found.slots)
+    if found.cursor is not None:
+        desk.prompts.restore(found.cursor)
+    conductor.resume(checkpoint, list(cuts_since(ledger, checkpoint)))
+    for group in found.finished:
+        desk.groups[group.ordinal] = group
+    for pending in found.pending:
+        desk.restore(_group(pending, desk.prompts.item), set(pending.missing))
+    text = f"resumed from version {checkpoint}; {found.version - checkpoint} batches applied again"
+    if found.lost:
+        text += f"; {len(found.lost)} groups could not be read and are generated again"
+    conductor.progress.event(text, warning=bool(found.lost))
+
+
+def _group(pending: Pending, item) -> Group:  # type: ignore[no-untyped-def]
+    prompt = pending.prompt if pending.prompt is not None else item(pending.item_index)
+    return Group(pending.ordinal, prompt, pending.samples, pending.epoch)

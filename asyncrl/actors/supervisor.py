@@ -1,0 +1,153 @@
+"""The supervisor: starts and watches one node's children, the controller on node 0 and the generators.
+
+It is a process of its own, a child of local rank 0, so that a dead generator is restarted while the trainers compute.
+
+- A generator that dies is restarted, at most ``generator.max_restarts`` times each; it rejoins the controller, which
+  gives it the current weights. One more death ends the run with the reason.
+- The controller's end is the run's end: exit code 0 when it finished, 1 with the reason otherwise.
+- SIGTERM (from rank 0, or from the kernel when rank 0 dies) ends every child in order, then by force.
+
+Exit codes: 0 finished, 1 failed (the reason is the last line on stderr), 143 stopped by SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl.actors.process import describe_exit, end, kill_session, read_line, spawn
+from asyncrl.config.files import load_config
+from asyncrl.config.schema import Config
+
+CONTROLLER_START_S = 60.0
+
+
+@dataclass
+class Generators:
+    """The generator processes of this node, by name."""
+
+    config: Path
+    logs: Path
+    controller: str
+    max_restarts: int
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    restarts: dict[str, int] = field(default_factory=dict)
+
+    def log(self, name: str) -> Path:
+        return self.logs / f"{name.replace('/', '_')}.log"
+
+    def start(self, name: str) -> None:
+        arguments = ["--config", str(self.config), "--name", name, "--controller", self.controller]
+        self.running[name] = spawn(
+            "asyncrl.actors.generator", arguments, log=self.log(name), extra_env={"ASYNCRL_GENERATOR": name}
+        )
+
+    def heal(self, name: str) -> str | None:
+        """Restart ``name`` after its death; a reason to end the run when its budget is spent, else None."""
+        process = self.running.pop(name)
+        how = describe_exit(process.wait())
+        kill_session(process.pid)
+        self.restarts[name] = self.restarts.get(name, 0) + 1
+        if self.restarts[name] > self.max_restarts:
+            return f"{name} died {self.restarts[name]} times, the last by {how}; its log is {self.log(name)}"
+        print(f"{name} died ({how}); restart {self.restarts[name]} of {self.max_restarts}", file=sys.stderr)
+        self.start(name)
+        return None
+
+
+class Stopped(Exception):
+    """SIGTERM arrived."""
+
+
+def _on_sigterm(_signum: int, _frame: object) -> None:
+    raise Stopped
+
+
+def supervise(cfg: Config, run_dir: Path, node: int, ranks: int, ready_fd: int) -> int:
+    """Run this node's children until the controller ends. Returns the exit code."""
+    config, logs = run_dir / "config.json", run_dir / "logs"
+    logs.mkdir(exist_ok=True)
+    controller = None
+    generators = Generators(config, logs, "", cfg.generator.max_restarts)
+    try:
+        read_end, write_end = os.pipe()
+        controller = spawn(
+            "asyncrl.actors.controller",
+            ["--config", str(config), "--ranks", str(ranks), "--ready-fd", str(write_end)],
+            pass_fds=[write_end],
+        )
+        os.close(write_end)
+        line = read_line(read_end, deadline_s=CONTROLLER_START_S, what="the controller's endpoint")
+        os.close(read_end)
+        generators.controller = json.loads(line)["endpoint"]
+        os.write(ready_fd, (line + "\n").encode())
+        os.close(ready_fd)
+        first = node * cfg.generator.replicas
+        for index in range(cfg.generator.replicas):
+            generators.start(f"generator/{first + index}")
+        return _watch(controller, generators)
+    except Stopped:
+        return 143
+    except RuntimeError as error:
+        print(f"supervisor: {error}", file=sys.stderr)
+        return 1
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if controller is not None:
+            end(controller, grace_s=cfg.deadline.shutdown_s / 2)
+        for process in generators.running.values():
+            process.terminate()
+        for process in generators.running.values():
+            end(process, grace_s=cfg.deadline.shutdown_s / 4)
+
+
+def _watch(controller: subprocess.Popen[bytes], generators: Generators) -> int:
+    """Wait for any child to end: heal generators, return when the controller is gone."""
+    while True:
+        _wait_any([controller, *generators.running.values()])
+        if controller.poll() is not None:
+            if controller.returncode == 0:
+                return 0
+            print(f"supervisor: the controller ended ({describe_exit(controller.returncode)})", file=sys.stderr)
+            return 1
+        for name in [n for n, p in generators.running.items() if p.poll() is not None]:
+            reason = generators.heal(name)
+            if reason is not None:
+                print(f"supervisor: {reason}", file=sys.stderr)
+                return 1
+
+
+def _wait_any(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Sleep until one of ``processes`` has ended."""
+    fds = [os.pidfd_open(p.pid) for p in processes]
+    try:
+        select.select(fds, [], [])
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="starts and watches the controller and the generators of one node")
+    parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--node", type=int, default=0)
+    parser.add_argument("--ranks", type=int, required=True, help="trainer ranks of the whole run")
+    parser.add_argument(
+        "--ready-fd", type=int, required=True, help="a pipe that gets the controller's endpoint as JSON"
+    )
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    cfg = load_config(arguments.run_dir / "config.json")
+    return supervise(cfg, arguments.run_dir, arguments.node, arguments.ranks, arguments.ready_fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Data: messages, chat templates, masks, local model folders."""
