@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.actors.batches import Batch, cut, payloads
-from asyncrl.actors.errors import RunFailed
+from asyncrl.config.errors import RunFailed
 from asyncrl.actors.messages import sample_of
 from asyncrl.actors.outbox import Outbox
 from asyncrl.actors.progress import Progress

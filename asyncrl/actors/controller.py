@@ -124,7 +124,7 @@ class Parts:
 
 def _reason(error: BaseException, run_dir: Path) -> str:
     """One line for the user; the traceback of anything but a named failure goes to the run's log folder."""
-    from asyncrl.actors.errors import RunFailed
+    from asyncrl.config.errors import RunFailed
 
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

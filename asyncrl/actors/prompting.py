@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.actors.errors import RunFailed
+from asyncrl.config.errors import RunFailed
 from asyncrl.config.schema import Config
 from asyncrl.envs import load_env
 from asyncrl.envs.types import Env, Item

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.actors.batches import trainable
-from asyncrl.actors.errors import RunFailed
+from asyncrl.config.errors import RunFailed
 from asyncrl.actors.evaluation import Evaluation
 from asyncrl.actors.fleet import Fleet
 from asyncrl.actors.outbox import Outbox
