@@ -15,11 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.actors.batches import Batch, cut, payloads
-from asyncrl.config.errors import RunFailed
 from asyncrl.actors.messages import sample_of
 from asyncrl.actors.outbox import Outbox
 from asyncrl.actors.progress import Progress
 from asyncrl.actors.rollout_desk import RolloutDesk
+from asyncrl.config.errors import RunFailed
 from asyncrl.config.schema import Config
 from asyncrl.rollouts.ledger import Ledger
 from asyncrl.rollouts.types import Group
@@ -170,7 +170,15 @@ class Conductor:
 
     def _on_committed(self, message: Message) -> None:
         self.desk.committed(message.peer, message.header["version"])
-        self.progress.synced(message.header["seconds"], message.header["bytes"])
+        self.progress.synced(message.header)
+
+    def _on_dropped(self, message: Message) -> None:
+        """A generator missed a deadline of the weight push; the supervisor starts it again once it has stopped."""
+        name, reason = message.header["generator"], message.header["reason"]
+        if name in self.desk.fleet:
+            self.progress.event(f"{name} is given up: {reason}", warning=True)
+            self.outbox.put(name, "stop", {"reason": reason})
+            self.desk.lose(name)
 
     def _on_sample(self, message: Message) -> None:
         self.desk.sample(sample_of(message), message.peer)

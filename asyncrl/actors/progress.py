@@ -55,11 +55,15 @@ class Progress:
     def generated(self, tokens: int) -> None:
         self.totals["generated"] += tokens
 
-    def synced(self, seconds: dict[str, float], nbytes: int) -> None:
-        """One engine committed a push: seconds by phase, and the bytes it received."""
-        self.sync_seconds += seconds["total"]
+    def synced(self, report: dict[str, Any]) -> None:
+        """One engine committed a push; ``report`` is its ``committed`` message."""
+        self.sync_seconds += report["seconds"]
         self.totals["syncs"] += 1
-        self.sync = {"sync/seconds": seconds["total"], "sync/pause_s": seconds["pause"], "sync/bytes": nbytes}
+        self.sync = {
+            "sync/seconds": report["seconds"],
+            "sync/pause_s": report["pause_s"],
+            "sync/bytes": report["bytes"],
+        }
 
     def step(self, batch: Batch, report: dict[str, Any], counts: dict[str, Any], more: dict[str, Any]) -> None:
         """Report one step: the batch's figures, the trainer's, the conservation law, rates and idle shares."""

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.actors.batches import trainable
-from asyncrl.config.errors import RunFailed
 from asyncrl.actors.evaluation import Evaluation
 from asyncrl.actors.fleet import Fleet
 from asyncrl.actors.outbox import Outbox
 from asyncrl.actors.progress import Progress
 from asyncrl.actors.prompting import PromptSource
 from asyncrl.algorithms.advantage import has_variance
+from asyncrl.config.errors import RunFailed
 from asyncrl.config.schema import Config
 from asyncrl.envs.rewards import RewardPool
 from asyncrl.rollouts.ledger import Ledger

@@ -17,11 +17,18 @@ engines load while the trainer does.
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.actors.children import Children
 from asyncrl.config.context import RunContext
+from asyncrl.config.errors import RunFailed
 from asyncrl.config.schema import Config
+
+if TYPE_CHECKING:
+    from asyncrl.training.step import StepReport, Trainer
+    from asyncrl.transport.blocking import BlockingDialer
+    from asyncrl.transport.frames import Message
+    from asyncrl.weights.publisher import WeightPublisher
 
 
 def run(cfg: Config, context: RunContext) -> None:
@@ -33,31 +40,92 @@ def run(cfg: Config, context: RunContext) -> None:
 def train(cfg: Config, context: RunContext, controller: str) -> None:
     """The rank's loop; ``controller`` is the endpoint it takes commands from."""
     from asyncrl.actors.messages import CONTROLLER_SCHEMA
-    from asyncrl.training.checkpoint import latest_checkpoint
-    from asyncrl.training.setup import open_rank
     from asyncrl.transport.blocking import BlockingDialer
 
-    trainer, publisher = open_rank(cfg, context)
-    if cfg.resume:
-        trainer.load(latest_checkpoint(context.run_dir))
+    trainer, publisher = _open(cfg, context)
     with BlockingDialer(f"trainer/{context.rank}", CONTROLLER_SCHEMA, controller) as link, publisher:
-        ready = {"rank": context.rank, "version": trainer.version, "publisher": publisher.endpoint}
-        link.send("trainer_ready", ready)
-        while True:
-            waited = time.monotonic()
-            command = link.recv(deadline_s=cfg.deadline.batch_s, waiting_for="the controller's next command")
-            began = time.monotonic()
-            match command.kind:
-                case "batch":
-                    report = trainer.step(command, before_update=publisher.wait_gathered)
-                    publisher.publish(trainer.version)
-                    if context.rank == 0:
-                        link.send("step", step_report(report, began - waited, time.monotonic() - began))
-                case "publish":
-                    publisher.publish(trainer.version)
-                case "checkpoint":
-                    path: Path = trainer.save(context.run_dir / "checkpoints")
-                    link.send("saved", {"version": trainer.version, "path": str(path)})
-                case "stop":
-                    break
-            link.done(command)
+        hello = {"rank": context.rank, "version": trainer.version, "publisher": publisher.endpoint}
+        link.send("trainer_ready", hello)
+        try:
+            _obey(cfg, context, trainer, publisher, link)
+        except Exception as error:
+            link.send("trainer_failed", {"reason": f"{type(error).__name__}: {error}"}, deadline_s=5)
+            raise
+
+
+def _obey(cfg: Config, context: RunContext, trainer: Trainer, publisher: WeightPublisher, link: BlockingDialer) -> None:
+    from asyncrl.training import checkpoint
+
+    while True:
+        waiting_since = time.monotonic()
+        command = link.recv(deadline_s=cfg.deadline.batch_s, waiting_for="the controller's next command")
+        waited = time.monotonic() - waiting_since
+        match command.kind:
+            case "batch":
+                report = _step(trainer, publisher, command)
+                if context.rank == 0:
+                    link.send("step", _report(report, waited, time.monotonic() - waiting_since - waited))
+            case "publish":
+                publisher.publish(trainer.version)
+            case "checkpoint":
+                path = checkpoint.save(trainer, context.run_dir / "checkpoints", cfg.checkpoint.keep)
+                link.send("saved", {"version": trainer.version, "path": str(path)})
+            case "stop":
+                link.done(command)
+                return
+            case "$left":
+                raise RunFailed(f"the controller is gone: {command.header['reason']}")
+        link.done(command)
+
+
+def _step(trainer: Trainer, publisher: WeightPublisher, command: Message) -> StepReport:
+    from asyncrl.rollouts.cut import decode
+
+    version = command.header["version"]
+    if version != trainer.version:
+        raise RunFailed(f"batch {version} arrived at a trainer of version {trainer.version}")
+    report = trainer.step(decode(command.header, command.buffers), before_update=publisher.wait_gathered)
+    publisher.publish(trainer.version)
+    return report
+
+
+def _open(cfg: Config, context: RunContext) -> tuple[Trainer, WeightPublisher]:
+    """The trainer of this rank, at its last checkpoint when the run is resumed, and its end of the weight push."""
+    import torch
+
+    from asyncrl.training import checkpoint
+    from asyncrl.training.step import build_trainer
+    from asyncrl.weights.publisher import WeightPublisher
+
+    cuda = torch.cuda.is_available()
+    if context.world_size > 1 or cuda:
+        context.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    trainer = build_trainer(cfg, context.rank, context.world_size)
+    if cfg.resume:
+        folder = checkpoint.latest(context.run_dir / "checkpoints")
+        if folder is not None:
+            checkpoint.load(trainer, folder)
+    return trainer, WeightPublisher.of(cfg, context.rank, context.world_size, trainer.named_parameters_hf)
+
+
+def _report(report: StepReport, waited: float, busy: float) -> dict[str, Any]:
+    """The ``step`` message: the batch's version, why it was skipped if it was, and the trainer's metrics."""
+    metrics: dict[str, Any] = {
+        "train/loss": report.loss,
+        "train/grad_norm": report.grad_norm,
+        "train/lr": report.lr,
+        "train/entropy": report.entropy,
+        "train/ratio_mean": report.ratio_mean,
+        "train/ratio_max": report.ratio_max,
+        "train/clip_low_share": report.clip_low_share,
+        "train/clip_high_share": report.clip_high_share,
+        "train/kl_behaviour": report.approx_kl,
+        "train/tokens": report.tokens,
+        "train/samples": report.samples,
+        "train/micro_batches": report.micro_batches,
+        "time/train_s": busy,
+        "time/batch_wait_s": waited,
+    }
+    if report.mismatch is not None:
+        metrics["mismatch/abs_mean"] = report.mismatch
+    return {"version": report.version - 1, "skipped": report.skipped, "metrics": metrics, "busy_s": busy}
