@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.algorithms.advantage import ADVANTAGES
 from asyncrl.config.schema import Config
@@ -34,6 +35,11 @@ def trainable(group: Group) -> list[Sample]:
     return [s for s in group.samples if s.reward is not None and len(s.token_ids)]
 
 
+def rewards_of(samples: Sequence[Sample]) -> NDArray[np.float64]:
+    """(n,) rewards of scored samples."""
+    return np.array([s.reward for s in samples], dtype=np.float64)
+
+
 def cut(version: int, groups: list[Group], cfg: Config) -> Batch:
     """Make batch ``version`` of ``groups``. Advantages are taken over each group's trainable samples.
 
@@ -55,7 +61,7 @@ def payloads(batch: Batch, ranks: int, token_budget: int) -> list[tuple[dict[str
 def _advantages(groups: list[Group], cfg: Config) -> list[list[float | None]]:
     """Per group and sample; None for a sample that is not trainable."""
     chosen = [trainable(group) for group in groups]
-    rewards = [s.reward for row in chosen for s in row]
+    rewards = np.concatenate([rewards_of(row) for row in chosen])
     ordinals = [s.ordinal for row in chosen for s in row]
     settings = cfg.algorithm
     extra = {"eps": settings.advantage_eps} if settings.advantage == "group_norm" else {}
@@ -71,8 +77,8 @@ def _advantages(groups: list[Group], cfg: Config) -> list[list[float | None]]:
 
 def _describe(version: int, groups: list[Group], samples: list[TrainSample], cfg: Config) -> dict[str, Any]:
     every = [s for group in groups for s in group.samples]
-    rewards = np.array([s.reward for s in every if s.reward is not None], dtype=np.float64)
-    within = [np.std([s.reward for s in trainable(g)]) for g in groups]
+    rewards = rewards_of([s for s in every if s.reward is not None])
+    within = [rewards_of(trainable(g)).std() for g in groups]
     oldest, mean_age = age_of_tokens([s.versions for s in samples], version, cfg.staleness.max_steps)
     lengths = np.array([len(s.token_ids) for s in every])
     return {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from asyncrl.actors.batches import Batch, cut, payloads
@@ -103,7 +104,7 @@ class Conductor:
     async def _receive(self) -> None:
         while True:
             message = await self.listener.recv(deadline_s=None, waiting_for="any message to the controller")
-            self._inbox.put_nowait(lambda message=message: self._handle(message))
+            self._inbox.put_nowait(partial(self._handle, message))
 
     def _handle(self, message: Message) -> None:
         getattr(self, "_on_" + message.kind.replace("$", ""))(message)

@@ -16,11 +16,19 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from asyncrl.config.errors import RunFailed
 from asyncrl.config.files import load_config
 from asyncrl.config.schema import Config
 from asyncrl.transport.links import Listener
+
+if TYPE_CHECKING:
+    from asyncrl.actors.conductor import Conductor
+    from asyncrl.actors.progress import Progress
 
 
 async def control(cfg: Config, run_dir: Path, ranks: int, ready_fd: int) -> int:
@@ -47,85 +55,57 @@ async def control(cfg: Config, run_dir: Path, ranks: int, ready_fd: int) -> int:
 
 
 async def _conduct(cfg: Config, run_dir: Path, ranks: int, listener: Listener) -> int:
-    from asyncrl.actors.outbox import Outbox
     from asyncrl.actors.progress import Progress
     from asyncrl.report.reporter import Reporter
 
-    reporter = Reporter(run_dir, cfg)
-    progress = Progress(cfg, reporter, time.monotonic)
-    reporter.status("starting the generators and trainers")
-    parts = Parts(cfg, run_dir, ranks, listener, progress, Outbox(listener))
+    progress = Progress(cfg, Reporter(run_dir, cfg), time.monotonic)
+    progress.reporter.status("starting the generators and trainers")
+    counters: Callable[[], dict[str, Any] | None] = lambda: None  # noqa: E731
     try:
-        await parts.open()
-        await parts.conductor.run()
-        progress.finish("finished", "", parts.counters())
+        async with opened(cfg, run_dir, ranks, listener, progress) as conductor:
+            counters = conductor.desk.slots.counters
+            await conductor.run()
+        progress.finish("finished", "", counters())
         return 0
     except asyncio.CancelledError:
-        progress.finish("interrupted", "stopped by SIGTERM", parts.counters())
+        progress.finish("interrupted", "stopped by SIGTERM", counters())
         return 143
     except BaseException as error:  # noqa: BLE001 - the summary is written whatever ended the run
         reason = _reason(error, run_dir)
-        progress.finish("failed", reason, parts.counters())
+        progress.finish("failed", reason, counters())
         print(f"controller: {reason}", file=sys.stderr)
         return 1
-    finally:
-        await parts.close()
 
 
-class Parts:
-    """What a conductor needs, opened in order and closed in reverse."""
+@asynccontextmanager
+async def opened(
+    cfg: Config, run_dir: Path, ranks: int, listener: Listener, progress: Progress
+) -> AsyncIterator[Conductor]:
+    """The run's conductor with its tokenizer, environment, ledger and reward workers; recovered if it is resumed."""
+    from transformers import AutoTokenizer
 
-    def __init__(self, cfg: Config, run_dir: Path, ranks: int, listener: Listener, progress, outbox) -> None:  # type: ignore[no-untyped-def]
-        self.cfg, self.run_dir, self.ranks = cfg, run_dir, ranks
-        self.listener, self.progress, self.outbox = listener, progress, outbox
-        self.ledger = None
-        self.rewards = None
-        self.desk = None
+    from asyncrl.actors.conductor import Conductor
+    from asyncrl.actors.outbox import Outbox
+    from asyncrl.actors.prompting import PromptSource
+    from asyncrl.actors.recovering import recover_run
+    from asyncrl.actors.rollout_desk import RolloutDesk
+    from asyncrl.envs.rewards import RewardPool
+    from asyncrl.rollouts.ledger import Ledger
 
-    async def open(self) -> None:
-        from transformers import AutoTokenizer
-
-        from asyncrl.actors.conductor import Conductor
-        from asyncrl.actors.prompting import PromptSource
-        from asyncrl.actors.rollout_desk import RolloutDesk
-        from asyncrl.envs.rewards import RewardPool
-        from asyncrl.rollouts.ledger import Ledger
-
-        cfg = self.cfg
-        prompts = PromptSource(cfg, AutoTokenizer.from_pretrained(cfg.model.path))
-        meta = {
-            "seed": cfg.seed,
-            "group_size": cfg.batch.group_size,
-            "groups": cfg.batch.groups,
-            **prompts.fingerprints,
-        }
-        self.ledger = Ledger(self.run_dir / "ledger", meta)
-        self.rewards = RewardPool(cfg.env, cfg.reward)
-        await self.rewards.start()
-        self.desk = RolloutDesk(cfg, prompts, self.rewards, self.ledger, self.progress, self.outbox)
-        self.conductor = Conductor(cfg, self.ranks, self.listener, self.desk, self.ledger, self.progress, self.outbox)
-        if cfg.resume:
-            self._recover()
-
-    def _recover(self) -> None:
-        from asyncrl.actors.recovering import recover_run
-
-        recover_run(self.conductor, self.run_dir)
-
-    def counters(self):  # type: ignore[no-untyped-def]
-        return None if self.desk is None else self.desk.slots.counters()
-
-    async def close(self) -> None:
-        if self.rewards is not None:
-            await self.rewards.close()
-        if self.ledger is not None:
-            self.ledger.close()
+    prompts = PromptSource(cfg, AutoTokenizer.from_pretrained(cfg.model.path))
+    meta = {"seed": cfg.seed, "groups": cfg.batch.groups, "group_size": cfg.batch.group_size, **prompts.fingerprints}
+    outbox = Outbox(listener)
+    with Ledger(run_dir / "ledger", meta) as ledger:
+        async with RewardPool(cfg.env, cfg.reward) as rewards:
+            desk = RolloutDesk(cfg, prompts, rewards, ledger, progress, outbox)
+            conductor = Conductor(cfg, ranks, listener, desk, ledger, progress, outbox)
+            if cfg.resume:
+                recover_run(conductor, run_dir)
+            yield conductor
 
 
 def _reason(error: BaseException, run_dir: Path) -> str:
     """One line for the user; the traceback of anything but a named failure goes to the run's log folder."""
-    from asyncrl.config.errors import RunFailed
-
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, RunFailed):

@@ -23,8 +23,10 @@ class Progress:
         self.sync_seconds = 0.0
         self._trainer = BusyMeter(clock)
         self._generators: dict[str, BusyMeter] = {}
+        self._busy: set[str] = set()
         self._span_began = False
-        self._last_at, self._last = clock(), Counter()
+        self._last_at = clock()
+        self._last: Counter[str] = Counter()
         self.idle: dict[str, float | None] = {}
 
     def begin_training(self) -> None:
@@ -46,10 +48,11 @@ class Progress:
             meter = self._generators[name] = BusyMeter(self.clock)
             if self._span_began:
                 meter.start()
-        busy = meter.busy
-        if samples_in_flight and not busy:
+        if samples_in_flight and name not in self._busy:
+            self._busy.add(name)
             meter.begin()
-        elif not samples_in_flight and busy:
+        elif not samples_in_flight and name in self._busy:
+            self._busy.remove(name)
             meter.end()
 
     def generated(self, tokens: int) -> None:

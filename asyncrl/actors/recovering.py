@@ -13,8 +13,9 @@ from asyncrl.rollouts.slots import Slots
 from asyncrl.rollouts.types import Group
 
 
-def recover_run(conductor: Conductor, checkpoint: int) -> None:
-    """Give ``conductor`` (and its desk) the state that the ledger holds behind the checkpoint of that version."""
+def recover_run(conductor: Conductor, run_dir: Path) -> None:
+    """Give ``conductor`` and its desk the state that the ledger holds behind the last checkpoint in ``run_dir``."""
+    checkpoint = last_checkpoint(run_dir)
     desk, ledger, cfg = conductor.desk, conductor.ledger, conductor.cfg
     found = recover(ledger, checkpoint)
     desk.slots = Slots.restore(cfg.batch.groups, cfg.staleness.max_steps, cfg.staleness.window, found.slots)

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl.actors.batches import trainable
+from asyncrl.actors.batches import rewards_of, trainable
 from asyncrl.actors.evaluation import Evaluation
 from asyncrl.actors.fleet import Fleet
 from asyncrl.actors.outbox import Outbox
@@ -138,7 +138,7 @@ class RolloutDesk:
         samples = trainable(group)
         if len(samples) < 2:
             self._fail(group, _kind(next((s.failure for s in group.samples if s.failure), "no tokens")))
-        elif self.cfg.algorithm.filter_equal_rewards and not has_variance([s.reward for s in samples]):
+        elif self.cfg.algorithm.filter_equal_rewards and not has_variance(rewards_of(samples)):
             self.slots.filter(group.ordinal, "equal rewards")
             self.ledger.filtered(group.ordinal, "equal rewards")
             del self.groups[group.ordinal]
