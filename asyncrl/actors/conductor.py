@@ -19,6 +19,7 @@ from asyncrl.actors.batches import Batch, cut, payloads
 from asyncrl.actors.messages import sample_of
 from asyncrl.actors.outbox import Outbox
 from asyncrl.actors.progress import Progress
+from asyncrl.actors.recovering import recover_run
 from asyncrl.actors.rollout_desk import RolloutDesk
 from asyncrl.config.errors import RunFailed
 from asyncrl.config.schema import Config
@@ -51,6 +52,7 @@ class Conductor:
         self.batches: dict[int, Batch] = {}  # cut, not yet reported
         self.trainers: dict[int, str] = {}
         self.publisher = ""
+        self._starting_versions: set[int] = set()
         self._replay: list[Batch] = []
         self._stopping = False
         self._inbox: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
@@ -138,16 +140,18 @@ class Conductor:
     def _on_trainer_ready(self, message: Message) -> None:
         self.trainers[message.header["rank"]] = message.peer
         self.publisher = message.header["publisher"] or self.publisher
-        if message.header["version"] != self.version:
-            raise RunFailed(
-                f"{message.peer} starts from version {message.header['version']}, the ledger from {self.version}"
-            )
-        if self._complete:
-            for batch in self._replay:
-                self._send_batch(batch)
-            self._replay.clear()
-            for engine in self.desk.fleet.joining:
-                self._welcome(engine.name)
+        self._starting_versions.add(message.header["version"])
+        if not self._complete:
+            return
+        if len(self._starting_versions) > 1:
+            raise RunFailed(f"the trainer ranks start from different versions: {sorted(self._starting_versions)}")
+        if self.cfg.resume:
+            recover_run(self, self._starting_versions.pop())
+        for batch in self._replay:
+            self._send_batch(batch)
+        self._replay.clear()
+        for engine in self.desk.fleet.joining:
+            self._welcome(engine.name)
 
     def _on_trainer_failed(self, message: Message) -> None:
         raise RunFailed(f"{message.peer} failed: {message.header['reason']}")

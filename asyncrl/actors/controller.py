@@ -81,13 +81,12 @@ async def _conduct(cfg: Config, run_dir: Path, ranks: int, listener: Listener) -
 async def opened(
     cfg: Config, run_dir: Path, ranks: int, listener: Listener, progress: Progress
 ) -> AsyncIterator[Conductor]:
-    """The run's conductor with its tokenizer, environment, ledger and reward workers; recovered if it is resumed."""
+    """The run's conductor with its tokenizer, environment, ledger and reward workers."""
     from transformers import AutoTokenizer
 
     from asyncrl.actors.conductor import Conductor
     from asyncrl.actors.outbox import Outbox
     from asyncrl.actors.prompting import PromptSource
-    from asyncrl.actors.recovering import recover_run
     from asyncrl.actors.rollout_desk import RolloutDesk
     from asyncrl.envs.rewards import RewardPool
     from asyncrl.rollouts.ledger import Ledger
@@ -98,10 +97,7 @@ async def opened(
     with Ledger(run_dir / "ledger", meta) as ledger:
         async with RewardPool(cfg.env, cfg.reward) as rewards:
             desk = RolloutDesk(cfg, prompts, rewards, ledger, progress, outbox)
-            conductor = Conductor(cfg, ranks, listener, desk, ledger, progress, outbox)
-            if cfg.resume:
-                recover_run(conductor, run_dir)
-            yield conductor
+            yield Conductor(cfg, ranks, listener, desk, ledger, progress, outbox)
 
 
 def _reason(error: BaseException, run_dir: Path) -> str:

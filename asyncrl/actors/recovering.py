@@ -7,15 +7,19 @@ for again under their ordinals, only for the samples that are missing.
 
 from __future__ import annotations
 
-from asyncrl.actors.conductor import Conductor
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from asyncrl.rollouts.recovery import Pending, cuts_since, recover
 from asyncrl.rollouts.slots import Slots
-from asyncrl.rollouts.types import Group
+from asyncrl.rollouts.types import Group, Prompt
+
+if TYPE_CHECKING:
+    from asyncrl.actors.conductor import Conductor
 
 
-def recover_run(conductor: Conductor, run_dir: Path) -> None:
-    """Give ``conductor`` and its desk the state that the ledger holds behind the last checkpoint in ``run_dir``."""
-    checkpoint = last_checkpoint(run_dir)
+def recover_run(conductor: Conductor, checkpoint: int) -> None:
+    """Give ``conductor`` and its desk the state that the ledger holds behind the trainers' checkpoint."""
     desk, ledger, cfg = conductor.desk, conductor.ledger, conductor.cfg
     found = recover(ledger, checkpoint)
     desk.slots = Slots.restore(cfg.batch.groups, cfg.staleness.max_steps, cfg.staleness.window, found.slots)
@@ -32,6 +36,6 @@ def recover_run(conductor: Conductor, run_dir: Path) -> None:
     conductor.progress.event(text, warning=bool(found.lost))
 
 
-def _group(pending: Pending, item) -> Group:  # type: ignore[no-untyped-def]
+def _group(pending: Pending, item: Callable[[int], Prompt]) -> Group:
     prompt = pending.prompt if pending.prompt is not None else item(pending.item_index)
     return Group(pending.ordinal, prompt, pending.samples, pending.epoch)
