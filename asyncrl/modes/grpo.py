@@ -42,15 +42,16 @@ def train(cfg: Config, context: RunContext, controller: str) -> None:
     from asyncrl.actors.messages import CONTROLLER_SCHEMA
     from asyncrl.transport.blocking import BlockingDialer
 
-    trainer, publisher = _open(cfg, context)
-    with BlockingDialer(f"trainer/{context.rank}", CONTROLLER_SCHEMA, controller) as link, publisher:
-        hello = {"rank": context.rank, "version": trainer.version, "publisher": publisher.endpoint}
-        link.send("trainer_ready", hello)
-        try:
-            _obey(cfg, context, trainer, publisher, link)
-        except Exception as error:
-            link.send("trainer_failed", {"reason": f"{type(error).__name__}: {error}"}, deadline_s=5)
-            raise
+    trainer = _open_trainer(cfg, context)
+    with BlockingDialer(f"trainer/{context.rank}", CONTROLLER_SCHEMA, controller, **_pulse(cfg)) as link:
+        with _open_publisher(cfg, context, trainer, link) as publisher:
+            hello = {"rank": context.rank, "version": trainer.version, "publisher": publisher.endpoint}
+            link.send("trainer_ready", hello)
+            try:
+                _obey(cfg, context, trainer, publisher, link)
+            except Exception as error:
+                link.send("trainer_failed", {"reason": f"{type(error).__name__}: {error}"}, deadline_s=5, wait="acked")
+                raise
 
 
 def _obey(cfg: Config, context: RunContext, trainer: Trainer, publisher: WeightPublisher, link: BlockingDialer) -> None:
@@ -89,23 +90,44 @@ def _step(trainer: Trainer, publisher: WeightPublisher, command: Message) -> Ste
     return report
 
 
-def _open(cfg: Config, context: RunContext) -> tuple[Trainer, WeightPublisher]:
-    """The trainer of this rank, at its last checkpoint when the run is resumed, and its end of the weight push."""
+def _open_trainer(cfg: Config, context: RunContext) -> Trainer:
+    """The trainer of this rank, at its last checkpoint when the run is resumed."""
     import torch
 
     from asyncrl.training import checkpoint
     from asyncrl.training.step import build_trainer
-    from asyncrl.weights.publisher import WeightPublisher
 
     cuda = torch.cuda.is_available()
     if context.world_size > 1 or cuda:
         context.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     trainer = build_trainer(cfg, context.rank, context.world_size)
-    if cfg.resume:
-        folder = checkpoint.latest(context.run_dir / "checkpoints")
-        if folder is not None:
-            checkpoint.load(trainer, folder)
-    return trainer, WeightPublisher.of(cfg, context.rank, context.world_size, trainer.named_parameters_hf)
+    folder = checkpoint.latest(context.run_dir / "checkpoints") if cfg.resume else None
+    if folder is not None:
+        checkpoint.load(trainer, folder)
+    return trainer
+
+
+def _open_publisher(cfg: Config, context: RunContext, trainer: Trainer, link: BlockingDialer) -> WeightPublisher:
+    """This rank's end of the weight push. An engine that misses a deadline of it is reported to the controller."""
+    from asyncrl.weights.publisher import WeightPublisher
+
+    return WeightPublisher(
+        trainer.named_parameters_hf,
+        wire_dtype=cfg.weights.dtype or cfg.generator.dtype,
+        rank=context.rank,
+        world=context.world_size,
+        chunk_bytes=cfg.weights.chunk_bytes,
+        window_bytes=cfg.weights.window_bytes,
+        deadline_s=cfg.weights.deadline_s,
+        on_drop=lambda engine, reason: link.send("dropped", {"generator": engine, "reason": reason}),
+        address=f"tcp://{cfg.transport.host}:0",
+        **_pulse(cfg),
+    )
+
+
+def _pulse(cfg: Config) -> dict[str, float]:
+    """How often links say that they live, and when their silence means death."""
+    return {"heartbeat_s": cfg.transport.heartbeat_s, "dead_after_s": cfg.transport.dead_after_s}
 
 
 def _report(report: StepReport, waited: float, busy: float) -> dict[str, Any]:
