@@ -168,7 +168,7 @@ class Conductor:
 
     def _on_generator_ready(self, message: Message) -> None:
         """Its workers and its frontend are linked to the publisher: have the trainers push what they hold."""
-        self._command("publish", {})
+        self._command("publish")
 
     def _on_generator_failed(self, message: Message) -> None:
         self.progress.event(f"{message.peer}: {message.header['reason']}", warning=True)
@@ -236,12 +236,12 @@ class Conductor:
             self.outbox.put(self.trainers[rank], "batch", header, buffers)
         every = self.cfg.checkpoint.every
         if self.cut_version == self.cfg.trainer.steps or (every and self.cut_version % every == 0):
-            self._command("checkpoint", {})
+            self._command("checkpoint")
 
-    def _command(self, kind: str, header: dict[str, Any]) -> None:
+    def _command(self, kind: str, header: dict[str, Any] | None = None) -> None:
         """The same command to every trainer rank, in the same place of its stream."""
         for peer in self.trainers.values():
-            self.outbox.put(peer, kind, header)
+            self.outbox.put(peer, kind, header or {})
 
     @property
     def _finished(self) -> bool:

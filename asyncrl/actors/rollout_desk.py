@@ -100,6 +100,9 @@ class RolloutDesk:
         self.progress.generated(len(sample.token_ids))
         self.progress.generator_load(generator, self.fleet.load(generator))
         sample.text = self.prompts.decode(sample)
+        if sample.ordinal < 0 and sample.failure is not None:
+            self._evaluation_scored(sample)
+            return
         if sample.ordinal < 0:
             self._score([sample], self._evaluation_prompt(sample.ordinal), lambda: self._evaluation_scored(sample))
             return
