@@ -92,5 +92,4 @@ def _describe(version: int, groups: list[Group], samples: list[TrainSample], cfg
         "sample/length_max": int(lengths.max()),
         "sample/truncated_share": float(np.mean([s.finish_reason == "length" for s in every])),
         "sample/empty": int((lengths == 0).sum()),
-        "train/advantage_abs_mean": float(np.mean(np.abs(np.concatenate([s.advantages for s in samples])))),
     }

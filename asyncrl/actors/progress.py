@@ -86,7 +86,6 @@ class Progress:
                 "step": batch.version + 1,
                 **batch.metrics,
                 **report["metrics"],
-                **({"train/skipped": report["skipped"]} if report["skipped"] else {}),
                 **rates,
                 "tokens/generated": self.totals["generated"],
                 "tokens/trained": self.totals["trained"],
@@ -95,6 +94,7 @@ class Progress:
                 **self.sync,
                 "sync/seconds_total": self.sync_seconds,
                 "sync/count": self.totals["syncs"],
+                "train/skipped_total": sum(counts["skipped"].values()) // max(1, self.cfg.batch.groups),
                 **more,
             }
         )

@@ -55,8 +55,6 @@ def train(cfg: Config, context: RunContext, controller: str) -> None:
 
 
 def _obey(cfg: Config, context: RunContext, trainer: Trainer, publisher: WeightPublisher, link: BlockingDialer) -> None:
-    from asyncrl.training import checkpoint
-
     while True:
         waiting_since = time.monotonic()
         command = link.recv(deadline_s=cfg.deadline.batch_s, waiting_for="the controller's next command")
@@ -69,7 +67,7 @@ def _obey(cfg: Config, context: RunContext, trainer: Trainer, publisher: WeightP
             case "publish":
                 publisher.publish(trainer.version)
             case "checkpoint":
-                path = checkpoint.save(trainer, context.run_dir / "checkpoints", cfg.checkpoint.keep)
+                path = trainer.save(context.run_dir / "checkpoints", cfg.checkpoint.keep)
                 link.send("saved", {"version": trainer.version, "path": str(path)})
             case "stop":
                 link.done(command)
@@ -94,16 +92,14 @@ def _open_trainer(cfg: Config, context: RunContext) -> Trainer:
     """The trainer of this rank, at its last checkpoint when the run is resumed."""
     import torch
 
-    from asyncrl.training import checkpoint
     from asyncrl.training.step import build_trainer
 
     cuda = torch.cuda.is_available()
     if context.world_size > 1 or cuda:
         context.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     trainer = build_trainer(cfg, context.rank, context.world_size)
-    folder = checkpoint.latest(context.run_dir / "checkpoints") if cfg.resume else None
-    if folder is not None:
-        checkpoint.load(trainer, folder)
+    if cfg.resume:
+        trainer.load_latest(context.run_dir / "checkpoints")
     return trainer
 
 
@@ -132,22 +128,5 @@ def _pulse(cfg: Config) -> dict[str, float]:
 
 def _report(report: StepReport, waited: float, busy: float) -> dict[str, Any]:
     """The ``step`` message: the batch's version, why it was skipped if it was, and the trainer's metrics."""
-    metrics: dict[str, Any] = {
-        "train/loss": report.loss,
-        "train/grad_norm": report.grad_norm,
-        "train/lr": report.lr,
-        "train/entropy": report.entropy,
-        "train/ratio_mean": report.ratio_mean,
-        "train/ratio_max": report.ratio_max,
-        "train/clip_low_share": report.clip_low_share,
-        "train/clip_high_share": report.clip_high_share,
-        "train/kl_behaviour": report.approx_kl,
-        "train/tokens": report.tokens,
-        "train/samples": report.samples,
-        "train/micro_batches": report.micro_batches,
-        "time/train_s": busy,
-        "time/batch_wait_s": waited,
-    }
-    if report.mismatch is not None:
-        metrics["mismatch/abs_mean"] = report.mismatch
+    metrics = {**report.metrics(), "time/batch_wait_s": waited}
     return {"version": report.version - 1, "skipped": report.skipped, "metrics": metrics, "busy_s": busy}
