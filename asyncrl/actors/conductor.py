@@ -199,6 +199,8 @@ class Conductor:
         outcome = "skipped" if report["skipped"] else "trained"
         self.ledger.step(batch.version, outcome, report["metrics"], report["skipped"])
         self.progress.step(batch, report, self.desk.slots.counters(), self.desk.metrics())
+        if self.progress.reporter.wants_rollouts(self.version):
+            self.progress.reporter.rollouts(self.version, self.desk.rows(batch))
         self.desk.trained(batch.groups)
         if self.version == self.cfg.trainer.steps:
             self.progress.end_training()

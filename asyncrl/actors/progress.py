@@ -94,12 +94,11 @@ class Progress:
                 **self.sync,
                 "sync/seconds_total": self.sync_seconds,
                 "sync/count": self.totals["syncs"],
-                "train/skipped_total": sum(counts["skipped"].values()) // max(1, self.cfg.batch.groups),
+                # every skipped step skips a whole batch
+                "train/skipped_total": sum(counts["skipped"].values()) // self.cfg.batch.groups,
                 **more,
             }
         )
-        if self.reporter.wants_rollouts(batch.version + 1):
-            self.reporter.rollouts(batch.version + 1, rollout_rows(batch))
 
     def evaluated(self, evaluation: Evaluation, seconds: float) -> None:
         self.reporter.evaluation(
@@ -130,24 +129,6 @@ class Progress:
             )
         summary.tokens_generated = self.totals["generated"]
         self.reporter.finish(summary)
-
-
-def rollout_rows(batch: Batch) -> list[dict[str, Any]]:
-    """Rows of the rollouts table: text, reward and age of the batch's samples."""
-    return [
-        {
-            "step": batch.version + 1,
-            "ordinal": group.ordinal,
-            "item": group.prompt.item_id,
-            "index": sample.index,
-            "completion": sample.text,
-            "reward": sample.reward,
-            "tokens": len(sample.token_ids),
-            "finish_reason": sample.finish_reason,
-        }
-        for group in batch.groups
-        for sample in group.samples
-    ]
 
 
 def _groups(counts: dict[str, Any]) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.config.errors import RunFailed
 from asyncrl.config.schema import Config
 from asyncrl.envs import load_env
 from asyncrl.envs.types import Env, Item
 from asyncrl.rollouts.prompts import PromptCursor, PromptError
-from asyncrl.rollouts.types import Prompt, Sample
+from asyncrl.rollouts.types import Prompt
 
 
 class PromptSource:
@@ -59,8 +60,9 @@ class PromptSource:
             raise RunFailed(f"no held-out prompt fits {self._room} tokens; raise generator.max_model_len")
         return fitting
 
-    def decode(self, sample: Sample) -> str:
-        return self._tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)
+    def text(self, token_ids: NDArray[np.int32]) -> str:
+        """What the ids say, special tokens left out."""
+        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
 
     def _tokenise(self, item: Item) -> Prompt:
         encoded = self._tokenizer.apply_chat_template(item.messages, add_generation_prompt=True, return_dict=True)

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl.actors.batches import rewards_of, trainable
+from asyncrl.actors.batches import Batch, rewards_of, trainable
 from asyncrl.actors.evaluation import Evaluation
 from asyncrl.actors.fleet import Fleet
 from asyncrl.actors.outbox import Outbox
@@ -99,7 +99,7 @@ class RolloutDesk:
             return
         self.progress.generated(len(sample.token_ids))
         self.progress.generator_load(generator, self.fleet.load(generator))
-        sample.text = self.prompts.decode(sample)
+        sample.text = self.prompts.text(sample.token_ids)
         if sample.ordinal < 0 and sample.failure is not None:
             self._evaluation_scored(sample)
             return
@@ -269,6 +269,24 @@ class RolloutDesk:
             self.evaluated.add(self.evaluation.version)
             self.progress.evaluated(self.evaluation, time.monotonic() - self._evaluation_began)
             self.evaluation = None
+
+    def rows(self, batch: Batch) -> list[dict[str, Any]]:
+        """The batch as rows of the rollouts table."""
+        advantage = {(s.ordinal, s.index): float(s.advantages[0]) for s in batch.samples}
+        return [
+            {
+                "step": batch.version + 1,
+                "prompt": self.prompts.text(group.prompt.token_ids),
+                "completion": sample.text,
+                "reward": sample.reward,
+                "advantage": advantage.get((sample.ordinal, sample.index)),
+                "version": int(sample.versions.min()) if len(sample.versions) else None,
+                "finish_reason": sample.finish_reason,
+                "generator": sample.generator,
+            }
+            for group in batch.groups
+            for sample in group.samples
+        ]
 
     # ---- figures --------------------------------------------------------------------------------------------
 
