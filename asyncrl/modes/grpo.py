@@ -43,15 +43,17 @@ def train(cfg: Config, context: RunContext, controller: str) -> None:
     from asyncrl.transport.blocking import BlockingDialer
 
     trainer = _open_trainer(cfg, context)
-    with BlockingDialer(f"trainer/{context.rank}", CONTROLLER_SCHEMA, controller, **_pulse(cfg)) as link:
-        with _open_publisher(cfg, context, trainer, link) as publisher:
-            hello = {"rank": context.rank, "version": trainer.version, "publisher": publisher.endpoint}
-            link.send("trainer_ready", hello)
-            try:
-                _obey(cfg, context, trainer, publisher, link)
-            except Exception as error:
-                link.send("trainer_failed", {"reason": f"{type(error).__name__}: {error}"}, deadline_s=5, wait="acked")
-                raise
+    with (
+        BlockingDialer(f"trainer/{context.rank}", CONTROLLER_SCHEMA, controller, **_pulse(cfg)) as link,
+        _open_publisher(cfg, context, trainer, link) as publisher,
+    ):
+        hello = {"rank": context.rank, "version": trainer.version, "publisher": publisher.endpoint}
+        link.send("trainer_ready", hello)
+        try:
+            _obey(cfg, context, trainer, publisher, link)
+        except Exception as error:
+            link.send("trainer_failed", {"reason": f"{type(error).__name__}: {error}"}, deadline_s=5, wait="acked")
+            raise
 
 
 def _obey(cfg: Config, context: RunContext, trainer: Trainer, publisher: WeightPublisher, link: BlockingDialer) -> None:
