@@ -9,7 +9,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -19,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
+from asyncrl.config.processes import die_with_parent
 
 TORCHRUN_VARIABLES = {
     "RANK",
@@ -36,19 +35,6 @@ TORCHRUN_VARIABLES = {
     "ROLE_NAME",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 }
-
-
-def die_with_parent(sig: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
-    """Ask the kernel to send ``sig`` to this process when its parent dies.
-
-    ``parent`` is the expected parent's pid; when it is already gone (the race between fork and this call) the
-    process ends at once.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, int(sig), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if parent is not None and os.getppid() != parent:
-        os.kill(os.getpid(), sig)
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -79,7 +79,7 @@ def test_a_grandchild_dies_when_its_parent_is_killed(tmp_path):
 def test_a_child_started_in_the_race_with_its_parents_death_ends_itself(tmp_path):
     body = """
         import os, signal
-        from asyncrl.actors.process import die_with_parent
+        from asyncrl.config.processes import die_with_parent
         die_with_parent(signal.SIGKILL, parent=os.getppid() + 1)  # the parent we expected is not there any more
         print("survived")
     """
