@@ -14,9 +14,9 @@ import sys
 import threading
 from types import TracebackType
 
-from asyncrl.actors.process import describe_exit, end, read_line, spawn
+from asyncrl.actors.process import end, read_line, spawn
 from asyncrl.config.context import RunContext
-from asyncrl.config.processes import die_with_parent
+from asyncrl.config.processes import describe_exit, die_with_parent
 from asyncrl.config.schema import Config
 
 CONTROLLER_START_S = 90.0

@@ -97,11 +97,6 @@ def kill_session(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def describe_exit(code: int) -> str:
-    """A readable form of an exit code: ``exit code 1`` or ``killed by SIGKILL``."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
 def read_line(fd: int, *, deadline_s: float, what: str) -> str:
     """One line from a pipe. Raises ``RuntimeError`` saying ``what`` was waited for when it closes or is late."""
     end_at = time.monotonic() + deadline_s

@@ -22,8 +22,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.actors.process import describe_exit, end, kill_session, read_line, spawn
+from asyncrl.actors.process import end, kill_session, read_line, spawn
 from asyncrl.config.files import load_config
+from asyncrl.config.processes import describe_exit
 from asyncrl.config.schema import Config
 
 CONTROLLER_START_S = 60.0

@@ -123,7 +123,7 @@ def _open_publisher(cfg: Config, context: RunContext, trainer: Trainer, link: Bl
     )
 
 
-def _pulse(cfg: Config) -> dict[str, float]:
+def _pulse(cfg: Config) -> dict[str, Any]:
     """How often links say that they live, and when their silence means death."""
     return {"heartbeat_s": cfg.transport.heartbeat_s, "dead_after_s": cfg.transport.dead_after_s}
 

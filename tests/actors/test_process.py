@@ -113,8 +113,3 @@ def test_read_line_says_what_it_waited_for():
     os.close(write_end)
     with pytest.raises(RuntimeError, match="ended before"):
         process.read_line(read_end, deadline_s=5, what="the endpoint")
-
-
-@pytest.mark.parametrize(("code", "text"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "killed by SIGKILL")])
-def test_exit_codes_are_readable(code, text):
-    assert process.describe_exit(code) == text
