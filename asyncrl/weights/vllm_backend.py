@@ -12,8 +12,9 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from asyncrl.transport.keys import Keys
 from asyncrl.weights.digest import U64, tensor_digest
 from asyncrl.weights.errors import WeightMismatch
 from asyncrl.weights.staging import Receiver, Staged
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -59,7 +62,7 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
     _receiver: Receiver | None = None
     _expected: set[str] | None = None
     _wanted: set[str]
-    _followers: list[torch.nn.Module]
+    _followers: list[Any]
     _figures: dict[str, Any] | None = None
     _began = 0.0
 
@@ -138,10 +141,10 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
             began = time.monotonic()
             digests.append(tensor_digest(handed))
             digest_s += time.monotonic() - began
-            matched = self.model.load_weights([(spec.name, handed)])
+            matched = self._hand_over(spec.name, handed)
             if not matched:
                 unwanted.append(spec.name)
-            loaded |= set(matched or ())
+            loaded |= matched
         values = torch.stack(digests).tolist()
         names = staged.manifest.names
         changed = [n for n, v, d in zip(names, values, staged.digests, strict=True) if v % U64 != d]
@@ -150,8 +153,17 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
             raise WeightMismatch(staged.version, changed, missing, unwanted)
         return digest_s
 
+    def _hand_over(self, name: str, tensor: torch.Tensor) -> set[str]:
+        """Load one tensor; returns the engine's parameters that it went into, none if the engine has no use for it."""
+        load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], set[str]] = self.model.load_weights  # type: ignore[assignment]
+        try:
+            return set(load_weights([(name, tensor)]))
+        except (KeyError, ValueError) as error:  # what model classes raise for a name they do not know
+            log.warning("the engine refuses %s: %.300s", name, error)
+            return set()
 
-def tied_followers(model: torch.nn.Module) -> list[torch.nn.Module]:
+
+def tied_followers(model: torch.nn.Module) -> list[Any]:
     """Modules that compute with another module's parameter, as a tied head does with the embedding's.
 
     The reload writes new values into the shared storage while it processes the owner, but does not process these
