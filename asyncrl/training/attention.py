@@ -305,7 +305,7 @@ def _stem_rows(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scale: float, wi
 def _repeat(x_BHLD: Tensor, q_THD: Tensor) -> Tensor:
     """Key/value heads repeated for the query heads that share them."""
     repeats = q_THD.shape[1] // x_BHLD.shape[1]
-    return x_BHLD if repeats == 1 else x_BHLD.repeat_interleave(repeats, dim=1)
+    return x_BHLD if repeats == 1 else x_BHLD[:, :, None].expand(-1, -1, repeats, -1, -1).flatten(1, 2)
 
 
 def _branch_rows(q: Tensor, k: Tensor, v: Tensor, bucket: BranchBucket, scale: float) -> Tensor:
