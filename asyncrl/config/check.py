@@ -5,12 +5,9 @@ Each check yields a Problem for every violation; ``check`` reports them together
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import math
-import re
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -139,7 +136,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_env(config: Config) -> Iterator[Problem]:
-    """A task that exists and held-out items that are not training items."""
+    """Held-out items that are not training items; ``asyncrl.envs`` checks the task itself."""
     env = config.env
     overlap = env.train_seed < env.heldout_seed + env.heldout_size and env.heldout_seed < env.train_seed + env.size
     if overlap and env.heldout_size:
@@ -148,48 +145,6 @@ def check_env(config: Config) -> Iterator[Problem]:
             f"item i comes from seed + i, so held-out items from {env.heldout_seed} on are also training items",
             f"env.heldout_seed={env.train_seed + env.size} or more",
         )
-    if env.kind == "reasoning_gym":
-        if not env.task:
-            yield Problem("env.task", "no task is named", "for example env.task=spell_backward")
-        elif env.task not in reasoning_gym_tasks():
-            yield Problem("env.task", f"reasoning-gym has no task {env.task}", near(env.task, reasoning_gym_tasks()))
-    elif problem := function_problem(env.function):
-        yield problem
-
-
-def near(name: str, names: set[str]) -> str:
-    """A remedy that suggests the names like ``name``."""
-    close = difflib.get_close_matches(name, sorted(names), n=3)
-    return f"did you mean {' or '.join(close)}?" if close else f"one of: {', '.join(sorted(names))}"
-
-
-def reasoning_gym_tasks() -> set[str]:
-    """Names of reasoning-gym's tasks, read from its sources: importing it takes over a second on every rank."""
-    spec = find_spec("reasoning_gym")
-    if spec is None or spec.origin is None:
-        return set()
-    pattern = re.compile(r'^DATASET_NAME = "(\w+)"|register_dataset\(\s*"(\w+)"', re.MULTILINE)
-    return {
-        first or second
-        for path in Path(spec.origin).parent.rglob("*.py")
-        for first, second in pattern.findall(path.read_text())
-    }
-
-
-def function_problem(function: str) -> Problem | None:
-    """What is wrong with ``env.function``; None when the file or the package is there."""
-    key = "env.function"
-    module, _, name = function.rpartition(":")
-    if not module or not name.isidentifier():
-        return Problem(key, f"{function!r} names no function", "package.module:function or path/file.py:function")
-    if module.endswith(".py"):
-        if not Path(module).is_file():
-            return Problem(key, f"{module} is not a file", "give the path from the working directory")
-        return None
-    package = module.split(".")[0]
-    if not package.isidentifier() or find_spec(package) is None:
-        return Problem(key, f"the package {package} cannot be imported", "install it, or give path/file.py:function")
-    return None
 
 
 def check_model(config: Config) -> Iterator[Problem]:

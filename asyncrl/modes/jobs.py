@@ -32,6 +32,7 @@ from asyncrl.config.run_folder import (
     link_latest,
 )
 from asyncrl.config.schema import Config
+from asyncrl.envs import EnvError, load_env
 
 FAILED_STATUS = 1
 INTERRUPTED_STATUS = 130
@@ -81,10 +82,14 @@ def check_jobs(jobs: Sequence[Job], place: Place) -> list[Config]:
             check(config, place)
             if config.resume:
                 problems |= {str(problem): problem for problem in changed_on_resume(config)}
+            if place.rank == 0:
+                load_env(config.env, "train")  # over a second for reasoning-gym, so not on every rank
             if len(jobs) > 1 and (config.run.dir or config.resume):
                 key = "run.dir" if config.run.dir else "resume"
                 problems[key] = Problem(key, "names one folder for all jobs of a sweep", f"leave {key} out")
             configs.append(config)
+        except EnvError as error:
+            problems[str(error)] = error.problem
         except ConfigError as error:
             problems |= {str(problem): problem for problem in error.problems}
     if problems:

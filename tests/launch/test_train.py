@@ -17,9 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "launch" / "train.py")
 FAKE = str(Path(__file__).with_name("fake_mode.py"))
 
-pytestmark = pytest.mark.skipif(
-    not (ROOT / "asyncrl" / "modes" / "grpo.py").is_file(), reason="needs the grpo mode to be part of this version"
-)
 
 # Makes a process that has imported what must not be imported before the check end with 99.
 WATCHER = """
@@ -96,6 +93,9 @@ WRONG = [
     (["model.path=Qwen/Qwen3-0.6B"], ["is not a folder", "hf download Qwen/Qwen3-0.6B"]),
     (["optim.lr=${nowhere.lr}"], ["optim.lr: ", "nowhere"]),
     (["optim.lr=???"], ["optim.lr: "]),
+    (["env.task=spell_backwards"], ["env.task: ", "spell_backward"]),
+    (["env.task_config.min_word_length=3"], ["env.task_config.min_word_length: ", "min_word_len"]),
+    (["env.kind=function", "env.function=missing.py:f"], ["env.function: there is no file"]),
     (["resume=nowhere"], ["resume: ", "is not a folder"]),
 ]
 
