@@ -13,17 +13,18 @@ Invariants
   - One process writes: the folder is locked while a Ledger is open.
   - An error (a full disk) raises LedgerError and leaves what was there as it was.
 
-Reading back and resuming is in asyncrl.rollouts.recovery. Not thread-safe: use it from one thread at a time.
+Reading is in asyncrl.rollouts.ledger_reads, resuming in asyncrl.rollouts.recovery. Not thread-safe: use it from one
+thread at a time.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from asyncrl.rollouts.ledger_reads import LedgerReads
 from asyncrl.rollouts.segments import encode_prompt, encode_sample, segment_numbers, segment_path
 from asyncrl.rollouts.store import LedgerError, Store, errors, expect, to_json
 from asyncrl.rollouts.types import Group, Sample
@@ -42,7 +43,7 @@ class _Waiting:
         self.scored: set[int] = set()
 
 
-class Ledger(Store):
+class Ledger(Store, LedgerReads):
     """See the module's docstring for what holds when a method returns, and Store for how it is opened."""
 
     _waiting: dict[int, _Waiting]
@@ -106,17 +107,18 @@ class Ledger(Store):
     def sample(self, sample: Sample) -> bool:
         """Record a finished completion; False if it was known or its group no longer waits (counted in ``dropped``).
 
-        A reward or failure that is set already is recorded with it.
+        A reward or failure that is set already is recorded with it. Check it with validate.defect before.
         """
         group = self._waiting.get(sample.ordinal)
         if group is None or sample.index in group.seen:
             self._drop(sample, "duplicate" if group else "late")
             return False
-        expect(0 <= sample.index < group.size, f"sample {sample.ordinal}/{sample.index} of a group of {group.size}")
+        if not 0 <= sample.index < group.size:
+            raise LedgerError(f"sample {sample.ordinal}/{sample.index} of a group of {group.size}")
         with self._scope:
             where = self._writer.append(encode_sample(sample))
-            versions = sample.versions
-            low, high = (int(versions.min()), int(versions.max())) if len(versions) else (None, None)
+            versions = sample.versions  # weights only get newer: the first is the oldest
+            low, high = (int(versions[0]), int(versions[-1])) if len(versions) else (None, None)
             self.db.execute(
                 "INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, NULL, NULL, ?, ?, ?, ?, ?)",
                 (
@@ -138,17 +140,20 @@ class Ledger(Store):
 
     def scored(self, ordinal: int, index: int, *, reward: float | None = None, failure: str | None = None) -> None:
         """Exactly one of ``reward`` and ``failure``. The last sample of a group makes it finished."""
-        expect((reward is None) != (failure is None), f"sample {ordinal}/{index}: a reward or a failure, not both")
+        if (reward is None) == (failure is None):
+            raise LedgerError(f"sample {ordinal}/{index}: a reward or a failure, not both")
         if reward is not None:
             reward = float(reward)
-            expect(math.isfinite(reward), f"sample {ordinal}/{index}: reward {reward}; record it as a failure")
+            if not math.isfinite(reward):
+                raise LedgerError(f"sample {ordinal}/{index}: reward {reward}; record it as a failure")
         with self._scope:
             found = self.db.execute(
                 "UPDATE samples SET reward = ?, failure = ? "
                 "WHERE ordinal = ? AND sample_index = ? AND reward IS NULL AND failure IS NULL",
                 (reward, failure, ordinal, index),
             ).rowcount
-            expect(found == 1, f"sample {ordinal}/{index} is not there to be scored, or was scored before")
+            if found != 1:
+                raise LedgerError(f"sample {ordinal}/{index} is not there to be scored, or was scored before")
             group = self._waiting.get(ordinal)
             if group is None:  # given up meanwhile
                 return
@@ -205,43 +210,6 @@ class Ledger(Store):
         """A checkpoint of ``version`` is complete."""
         with self._scope:
             self.db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?)", (version, self._clock()))
-
-    # reads
-
-    def next_version(self) -> int:
-        """Number of batches cut."""
-        return self.db.execute("SELECT coalesce(max(version) + 1, 0) FROM cuts").fetchone()[0]
-
-    def next_ordinal(self) -> int:
-        """Number of groups ever admitted."""
-        return self.db.execute("SELECT coalesce(max(ordinal) + 1, 0) FROM groups").fetchone()[0]
-
-    @property
-    def prompt_cursor(self) -> dict[str, Any] | None:
-        """The cursor behind the last admitted group; None before the first."""
-        row = self.db.execute("SELECT value FROM meta WHERE key = 'cursor'").fetchone()
-        return None if row is None else json.loads(row[0])
-
-    def counters(self) -> dict[str, Any]:
-        """The terms of the conservation law as :meth:`Slots.counters` gives them, from the rows alone."""
-        db = self.db
-        status = dict(db.execute("SELECT status, count(*) FROM groups GROUP BY status"))
-        reasons = "SELECT reason, count(*) FROM groups WHERE status = ? GROUP BY reason"
-        outcome = (
-            "SELECT steps.reason, count(*) FROM groups JOIN steps ON version = cut_version WHERE outcome = ? GROUP BY 1"
-        )
-        trained = sum(count for _, count in db.execute(outcome, ("trained",)))
-        skipped = dict(db.execute(outcome, ("skipped",)))
-        return {
-            "dispatched": sum(status.values()),
-            "trained": trained,
-            "skipped": skipped,
-            "filtered": dict(db.execute(reasons, ("filtered",))),
-            "failed": dict(db.execute(reasons, ("failed",))),
-            "buffered": status.get("finished", 0),
-            "in_training": status.get("taken", 0) - trained - sum(skipped.values()),
-            "in_flight": status.get("in_flight", 0),
-        }
 
     def prune(self, version: int) -> int:
         """Delete the segment files that nobody can need once a checkpoint of ``version`` is the oldest one kept.

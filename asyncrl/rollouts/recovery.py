@@ -1,8 +1,8 @@
-"""Reading the ledger back, and going on from it.
+"""Going on from a ledger.
 
 Resume from the checkpoint of version c: ``recover(ledger, c)`` checks every payload that is still needed and returns a
 :class:`Recovery`. The caller then applies the cuts c .. version-1 again, in order, on the same samples
-(``cuts_since(ledger, c)``), restores ``Slots`` from ``recovery.slots``, filters what its filter rejects of
+(``ledger.cuts_since(c)``), restores ``Slots`` from ``recovery.slots``, filters what its filter rejects of
 ``recovery.finished`` (they are buffered; a kill may have come between the last score and the filter's decision) and
 dispatches ``recovery.pending`` again, each under its old ordinal and only for the indices that are missing; those in
 ``slots.waiting`` only once ``slots.readmit`` gives them out.
@@ -14,13 +14,12 @@ finished groups again, and training continues from the version before. So every 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.rollouts.ledger import Ledger, LedgerError
-from asyncrl.rollouts.segments import Location, LostRecord, decode_prompt, decode_sample, read_record
+from asyncrl.rollouts.segments import Location, LostRecord, read_record
 from asyncrl.rollouts.slot_state import SlotState
 from asyncrl.rollouts.types import Group, Prompt, Sample
 
@@ -67,22 +66,17 @@ def recover(ledger: Ledger, checkpoint: int) -> Recovery:
         raise LedgerError(f"the checkpoint has consumed {checkpoint} batches, the ledger knows {cuts}")
     abandoned: list[int] = []
     for number in range(checkpoint, cuts):
-        if _unreadable(ledger, _ordinals(ledger, number)):
+        if _unreadable(ledger, ledger.cut_ordinals(number)):
             abandoned = list(range(number, cuts))
             truncate_after(ledger, number)
             break
     version = ledger.next_version()
     _report_unreported(ledger, checkpoint)
-    outstanding = [
-        row[0]
-        for row in ledger.db.execute(
-            "SELECT ordinal FROM groups WHERE status IN ('in_flight', 'finished') ORDER BY ordinal"
-        )
-    ]
-    lost = _drop_unreadable(ledger, outstanding)
+    outstanding = ledger.with_status("in_flight") + ledger.with_status("finished")
+    lost = _drop_unreadable(ledger, sorted(outstanding))
     ledger.event("resumed", checkpoint=checkpoint, version=version, lost=lost, abandoned=abandoned)
-    finished = finished_uncut_groups(ledger)
-    pending = [_pending(ledger, ordinal) for ordinal in _with_status(ledger, "in_flight")]
+    finished = ledger.finished_uncut_groups()
+    pending = [_pending(ledger, ordinal) for ordinal in ledger.with_status("in_flight")]
     return Recovery(
         version=version,
         finished=finished,
@@ -95,31 +89,8 @@ def recover(ledger: Ledger, checkpoint: int) -> Recovery:
 
 
 def cuts_since(ledger: Ledger, version: int) -> Iterator[tuple[int, list[Group]]]:
-    """(version, groups in the order of the batch) for every cut from ``version`` on, read one at a time.
-
-    Raises:
-        LostRecord: a payload cannot be read; ``recover`` first.
-    """
-    for number in range(version, ledger.next_version()):
-        yield number, [read_group(ledger, ordinal) for ordinal in _ordinals(ledger, number)]
-
-
-def finished_uncut_groups(ledger: Ledger) -> list[Group]:
-    """Groups that are scored and in no batch, in order of ordinals."""
-    return [read_group(ledger, ordinal) for ordinal in _with_status(ledger, "finished")]
-
-
-def read_group(ledger: Ledger, ordinal: int) -> Group:
-    """A group with its prompt and every sample recorded so far, in order of indices.
-
-    Raises:
-        LedgerError: there is no such group.
-        LostRecord: a payload cannot be read.
-    """
-    pending = _pending(ledger, ordinal)
-    if pending.prompt is None:
-        raise LostRecord(f"the prompt of group {ordinal} was lost")
-    return Group(ordinal, pending.prompt, pending.samples, pending.epoch)
+    """The batches to apply again, from the checkpoint of ``version`` on; see LedgerReads.cuts_since."""
+    return ledger.cuts_since(version)
 
 
 def truncate_after(ledger: Ledger, version: int) -> list[int]:
@@ -202,30 +173,11 @@ def _unreadable(ledger: Ledger, ordinals: list[int]) -> list[int]:
 
 
 def _pending(ledger: Ledger, ordinal: int) -> Pending:
-    row = ledger.db.execute(
-        "SELECT item_id, item_index, epoch, size, segment, offset, length, crc FROM groups WHERE ordinal = ?",
-        (ordinal,),
+    item_id, item_index, epoch, size, segment = ledger.db.execute(
+        "SELECT item_id, item_index, epoch, size, segment FROM groups WHERE ordinal = ?", (ordinal,)
     ).fetchone()
-    if row is None:
-        raise LedgerError(f"there is no group {ordinal}")
-    item_id, item_index, epoch, size, *where = row
-    prompt = None
-    if where[0] is not None:
-        prompt = decode_prompt(read_record(ledger.segments, Location(*where)), item_id, item_index)
-    return Pending(ordinal, item_id, item_index, epoch, size, prompt, _samples(ledger, ordinal))
-
-
-def _samples(ledger: Ledger, ordinal: int) -> list[Sample]:
-    rows = ledger.db.execute(
-        "SELECT sample_index, generator, finish_reason, reward, failure, segment, offset, length, crc "
-        "FROM samples WHERE ordinal = ? ORDER BY sample_index",
-        (ordinal,),
-    ).fetchall()
-    samples = []
-    for index, generator, finish_reason, reward, failure, *where in rows:
-        ids, logprobs, versions, text = decode_sample(read_record(ledger.segments, Location(*where)))
-        samples.append(Sample(ordinal, index, ids, logprobs, versions, finish_reason, generator, reward, failure, text))
-    return samples
+    prompt = None if segment is None else ledger.prompt(ordinal, item_id, item_index)
+    return Pending(ordinal, item_id, item_index, epoch, size, prompt, ledger.samples(ordinal))
 
 
 def _report_unreported(ledger: Ledger, checkpoint: int) -> None:
@@ -236,19 +188,6 @@ def _report_unreported(ledger: Ledger, checkpoint: int) -> None:
     with ledger.transaction():
         for (version,) in unknown:
             ledger.step(version, "trained", {}, "not reported before the restart")
-
-
-def _ordinals(ledger: Ledger, version: int) -> list[int]:
-    row = ledger.db.execute("SELECT ordinals FROM cuts WHERE version = ?", (version,)).fetchone()
-    if row is None:
-        raise LedgerError(f"there is no cut {version}")
-    return json.loads(row[0])
-
-
-def _with_status(ledger: Ledger, status: str) -> list[int]:
-    return [
-        row[0] for row in ledger.db.execute("SELECT ordinal FROM groups WHERE status = ? ORDER BY ordinal", (status,))
-    ]
 
 
 def _slot_state(ledger: Ledger, checkpoint: int, version: int) -> SlotState:

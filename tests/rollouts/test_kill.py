@@ -14,7 +14,7 @@ from random import Random
 import pytest
 
 from asyncrl.rollouts.ledger import Ledger
-from asyncrl.rollouts.recovery import cuts_since, recover
+from asyncrl.rollouts.recovery import recover
 from asyncrl.rollouts.slots import Slots
 from tests.rollouts.books import SIZE, make_sample
 
@@ -87,7 +87,7 @@ def test_kills_at_random_moments(tmp_path, seed):
         with Ledger(tmp_path) as ledger:
             recovery = recover(ledger, 0)
             assert recovery.lost == recovery.abandoned == []
-            known = {version: [group.ordinal for group in groups] for version, groups in cuts_since(ledger, 0)}
+            known = {version: [group.ordinal for group in groups] for version, groups in ledger.cuts_since(0)}
             assert cuts.items() <= known.items()
             trained = [ordinal for batch in known.values() for ordinal in batch]
             assert len(trained) == len(set(trained))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from asyncrl.rollouts import ledger_schema
 from asyncrl.rollouts.ledger import Ledger, LedgerError
-from asyncrl.rollouts.recovery import cuts_since, finished_uncut_groups, read_group, recover
+from asyncrl.rollouts.ledger_reads import LedgerReader
+from asyncrl.rollouts.recovery import recover
 from tests.rollouts.books import SIZE, assert_same_group, dispatch, finish, make_group, make_sample
 
 
@@ -26,19 +29,19 @@ def ledger(tmp_path):
 class TestRecording:
     def test_a_group_comes_back_as_it_was(self, ledger):
         want = finish(ledger, 0, version=3)
-        assert_same_group(read_group(ledger, 0), want)
-        assert [group.ordinal for group in finished_uncut_groups(ledger)] == [0]
+        assert_same_group(ledger.group(0), want)
+        assert [group.ordinal for group in ledger.finished_uncut_groups()] == [0]
 
     def test_empty_completion_and_odd_text(self, ledger):
         want = finish(ledger, 0, tokens=0, text="\ud800 \u2028 \x00")
-        assert_same_group(read_group(ledger, 0), want)
+        assert_same_group(ledger.group(0), want)
 
     def test_a_sample_twice_changes_nothing_and_is_counted(self, ledger):
         dispatch(ledger, 0)
         assert ledger.sample(make_sample(0, 1))
         assert not ledger.sample(make_sample(0, 1, version=5))
         assert ledger.dropped == {"duplicate": 1}
-        assert read_group(ledger, 0).samples[0].versions.max() == 0
+        assert ledger.group(0).samples[0].versions.max() == 0
 
     def test_a_sample_of_an_ended_group_is_late(self, ledger):
         dispatch(ledger, 0)
@@ -53,7 +56,7 @@ class TestRecording:
             sample.failure = "logprob not finite"
             ledger.sample(sample)
         assert ledger.counters()["buffered"] == 1
-        assert read_group(ledger, 0).samples[0].failure == "logprob not finite"
+        assert ledger.group(0).samples[0].failure == "logprob not finite"
 
     def test_dispatched_again_keeps_ordinal_and_samples(self, ledger):
         group = dispatch(ledger, 0)
@@ -61,7 +64,7 @@ class TestRecording:
         ledger.dispatched(group, "g1", size=SIZE, version=0)
         assert ledger.counters()["dispatched"] == 1
         assert ledger.db.execute("SELECT generator, dispatches FROM groups").fetchall() == [("g1", 2)]
-        assert len(read_group(ledger, 0).samples) == 1
+        assert len(ledger.group(0).samples) == 1
 
     def test_the_prompt_cursor_is_that_of_the_last_group(self, ledger):
         assert ledger.prompt_cursor is None
@@ -124,7 +127,7 @@ class TestRecording:
             "in_training": 1,
             "in_flight": 1,
         }
-        assert [(version, [group.ordinal for group in groups]) for version, groups in cuts_since(ledger, 1)] == [
+        assert [(version, [group.ordinal for group in groups]) for version, groups in ledger.cuts_since(1)] == [
             (1, [4, 3]),
             (2, [5]),
         ]
@@ -141,12 +144,12 @@ class TestRecording:
         with pytest.raises(KeyError), ledger.transaction():
             ledger.sample(make_sample(0, 0))
             raise KeyError
-        assert read_group(ledger, 0).samples == []
+        assert ledger.group(0).samples == []
         with ledger.transaction():
             assert ledger.sample(make_sample(0, 0))
             with pytest.raises(LedgerError, match="durable"):
                 ledger.cut(0, [])
-        assert len(read_group(ledger, 0).samples) == 1
+        assert len(ledger.group(0).samples) == 1
 
 
 class TestDurability:
@@ -204,16 +207,43 @@ class TestOpening:
             Ledger(tmp_path)
 
     def test_users_read_while_the_run_writes(self, ledger):
-        finish(ledger, 0)
-        with sqlite3.connect(f"file:{ledger.directory}/ledger.sqlite?mode=ro", uri=True) as reader:
-            assert reader.execute("SELECT avg(reward) FROM samples").fetchone() == (0.5,)
+        want = finish(ledger, 0)
+        with LedgerReader(ledger.directory) as reader:
+            assert reader.db.execute("SELECT avg(reward) FROM samples").fetchone() == (0.5,)
             finish(ledger, 1)
-            assert reader.execute("SELECT count(*) FROM groups WHERE status = 'finished'").fetchone() == (2,)
+            assert reader.counters()["buffered"] == 2
+            assert_same_group(reader.group(0), want)
+            with pytest.raises(sqlite3.OperationalError, match="readonly"):
+                reader.db.execute("DELETE FROM groups")
+
+    def test_the_example_of_the_schema(self, ledger):
+        finish(ledger, 0)
+        ledger.cut(0, [0])
+        query = next(line for line in (ledger_schema.__doc__ or "").splitlines() if "SELECT" in line).split('"')[1]
+        assert ledger.db.execute(query).fetchall() == [(0, 0.5)]
+
+    def test_every_query_of_the_documentation_runs(self, ledger):
+        finish(ledger, 0)
+        ledger.cut(0, [0])
+        text = (Path(__file__).resolve().parents[2] / "docs" / "ledger.md").read_text()
+        (python,) = re.findall(r'"""(.*?)"""', text, re.DOTALL)
+        (block,) = re.findall(r"```sql\n(.*?)```", text, re.DOTALL)
+        assert ledger.db.execute(python).fetchall() == [(0, 0.5, 5.0, 0)]
+        queries = [query for query in block.split(";") if query.strip()]
+        assert len(queries) == 3
+        for query in queries:
+            ledger.db.execute(query).fetchall()
+
+    def test_no_ledger_to_read(self, tmp_path):
+        with pytest.raises(sqlite3.OperationalError):
+            LedgerReader(tmp_path / "nowhere")
 
 
 FULL_DISK = """
 import resource, signal, sys
+from asyncrl.rollouts import ledger_schema
 from asyncrl.rollouts.ledger import Ledger, LedgerError
+from asyncrl.rollouts.ledger_reads import LedgerReader
 from tests.rollouts.books import dispatch, finish, make_sample
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 ledger = Ledger(sys.argv[1])
@@ -266,11 +296,11 @@ class TestPrune:
             before = len(list(ledger.segments.iterdir()))
             assert ledger.prune(1) > 0
             assert before - len(list(ledger.segments.iterdir())) == 2 * (1 + SIZE) - 1  # the current file stays
-            assert [version for version, _ in cuts_since(ledger, 1)] == [1]
-            assert [group.ordinal for group in finished_uncut_groups(ledger)] == [2]
+            assert [version for version, _ in ledger.cuts_since(1)] == [1]
+            assert [group.ordinal for group in ledger.finished_uncut_groups()] == [2]
             assert ledger.prune(1) == 0
             assert json.loads(ledger.db.execute("SELECT ordinals FROM cuts").fetchone()[0]) == [0]
-            assert_same_group(read_group(ledger, 2), make_finished(2))
+            assert_same_group(ledger.group(2), make_finished(2))
 
 
 def make_finished(ordinal):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -54,9 +56,18 @@ def test_nothing_to_train_is_still_one_micro_batch_everywhere():
 
 
 def test_first_fit_saves_a_micro_batch_where_longest_first_overflows():
-    # longest first: 6+5 and 6+4 leave the last 4, 4 nowhere; 6+4, 6+4, 5+4 fit
-    packed = plan([6, 6, 5, 4, 4, 4], 1, 10)
-    assert packed.micro_batches == 3
+    # longest first: 5+4 and 5+3 leave the last 3 nowhere; 5+5 and 4+3+3 fit
+    assert plan([5, 5, 4, 3, 3], 1, 10).micro_batches == 2
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTHS, st.integers(2, 5))
+def test_bins_of_similar_size_share_a_micro_batch_and_ranks_get_alike(lengths, ranks):
+    packed = plan(lengths, ranks, BUDGET)
+    loads = [[packed.tokens(rank, micro) for rank in range(ranks)] for micro in range(packed.micro_batches)]
+    assert all(min(earlier) >= max(later) for earlier, later in pairwise(loads))
+    totals = [sum(column) for column in zip(*loads, strict=True)]
+    assert max(totals) - min(totals) <= max(max(load) - min(load) for load in loads)
 
 
 @pytest.mark.parametrize("lengths, name", [([3, 11], "sample 1 has 11"), ([3, 4, 0], "sample 2 has 0")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.rollouts.ledger import Ledger, LedgerError
-from asyncrl.rollouts.recovery import cuts_since, recover, truncate_after
+from asyncrl.rollouts.recovery import recover, truncate_after
 from asyncrl.rollouts.segments import segment_path
 from asyncrl.rollouts.slots import Slots, StaleGeneratorError
 from tests.rollouts.books import assert_same_group, dispatch, finish, make_group, make_sample
@@ -56,7 +56,7 @@ def test_nothing_damaged(tmp_path):
         assert recovery.version == 3
         assert recovery.lost == recovery.abandoned == []
         assert recovery.cursor == {"position": 10}
-        cuts = list(cuts_since(ledger, 1))
+        cuts = list(ledger.cuts_since(1))
         assert [version for version, _ in cuts] == [1, 2]
         for _, members in cuts:
             for group in members:
@@ -139,7 +139,7 @@ def test_a_lost_sample_of_a_cut_abandons_that_cut_and_the_later_ones(tmp_path):
         assert recovery.version == 1
         assert recovery.abandoned == [1, 2]
         assert recovery.lost == [3]
-        assert [version for version, _ in cuts_since(ledger, 0)] == [0]
+        assert [version for version, _ in ledger.cuts_since(0)] == [0]
         # groups 2, 4, 5 are whole and their tokens are of versions 0 and 1; group 6 was sampled by version 2, which
         # is gone, and so was the sample of group 7
         assert [group.ordinal for group in recovery.finished] == [2, 4, 5]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from asyncrl.rollouts.ledger import Ledger
-from asyncrl.rollouts.recovery import cuts_since, read_group, recover
+from asyncrl.rollouts.recovery import recover
 from asyncrl.rollouts.segments import segment_path
 from asyncrl.rollouts.slots import Slots, age_of_tokens
 from asyncrl.rollouts.types import Group, Sample
@@ -43,7 +43,7 @@ class Loop:
         before, self.history = self.history, self.history[: self.checkpoint]
         self.running: dict[int, list[int]] = {}
         self.waiting: dict[int, list[int]] = {}
-        for version, groups in cuts_since(self.ledger, self.checkpoint):
+        for version, groups in self.ledger.cuts_since(self.checkpoint):
             batch = contents(groups)
             if version < len(before):
                 assert batch == before[version]
@@ -122,12 +122,12 @@ class Loop:
             version = self.taken
             self.ledger.cut(version, ordinals)
             self.taken += 1
-            groups = [read_group(self.ledger, ordinal) for ordinal in ordinals]
+            groups = [self.ledger.group(ordinal) for ordinal in ordinals]
             age_of_tokens([s.versions for g in groups for s in g.samples], version, self.settings[1])
             self.check()
         elif len(self.history) < self.taken:
             version = len(self.history)
-            (batch,) = [groups for number, groups in cuts_since(self.ledger, version) if number == version]
+            (batch,) = [groups for number, groups in self.ledger.cuts_since(version) if number == version]
             self.train(version, contents(batch))
 
     def train(self, version: int, batch: dict[int, list]) -> None:
