@@ -16,7 +16,10 @@ even a NaN stays in its own document.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -270,18 +273,14 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, 
 
     longest, bounds = documents.stem_lengths[0], documents.cu_seqlens
     left = -1 if window is None or window >= longest else window - 1
-    return varlen_attn(
-        q,
-        k,
-        v,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(left, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    # torch 2.11 takes fewer key than query heads as they are; later versions want to be told.
+    shared = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _arguments(varlen_attn) else {}
+    return varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **shared)
+
+
+@cache
+def _arguments(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(signature(function).parameters)
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, window: int | None) -> Tensor:
