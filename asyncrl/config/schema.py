@@ -51,7 +51,7 @@ class EnvConfig:
     function: str = ""  # "package.module:function" or "path/file.py:function"
     size: Positive = 100_000  # training items; an epoch
     train_seed: Count = 1
-    heldout_seed: Count = 1_000_000_000  # its items are Random(seed + i): keep the ranges of the two seeds apart
+    heldout_seed: Count = 1_000_000_000  # item i is drawn from seed + i: at least train_seed + size
     heldout_size: Count = 256
 
 
@@ -156,7 +156,8 @@ class WeightsConfig:
 @dataclass
 class RewardConfig:
     workers: Positive = 1
-    deadline_s: Seconds = 10.0
+    deadline_s: Seconds = 10.0  # for one score; then the worker is killed and replaced
+    load_deadline_s: Seconds = 120.0  # for one worker to import the task
     max_failures_share: Share = 0.5  # of the last batch's samples; above it the run stops with the reason
 
 

@@ -10,10 +10,10 @@
         return 1.0 if completion.strip() == str(left + right) else 0.0
 
 Without a completion it returns the item: a dict with ``prompt`` (text) or ``messages`` (a list of {role, content}) and
-whatever else it likes, if JSON can hold it. With one it returns the reward, a number. The same split and index must
-always give the same item, in every process: draw from ``random.Random(index)``, never from the global generator.
-Keeping held-out questions out of the training split is the function's part; its name and the file's bytes make the
-fingerprint, so a run resumes only with the same source.
+whatever else it likes, if JSON can hold it (the ledger keeps it beside the completions). With one it returns the
+reward, a number. The same split and index must always give the same item, in every process: draw from
+``random.Random(index)``, never from the global generator. Keeping held-out questions out of the training split is the
+function's part. Its name, its file's bytes and the first item make the fingerprint: a run resumes on the same source.
 '''
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class FunctionEnv:
         sizes = [cfg.size] if self._split == "train" else [cfg.heldout_size]
         source = inspect.getsourcefile(inspect.unwrap(self._function))
         code = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
-        identity = [cfg.kind, cfg.function.rpartition(":")[2], code, self._split, sizes]
+        first = self.item(0).messages if self._size else []
+        identity = [cfg.kind, cfg.function.rpartition(":")[2], code, self._split, sizes, first]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
 

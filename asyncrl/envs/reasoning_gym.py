@@ -5,8 +5,11 @@
 - A seed means what it means to the library: item i is ``create_dataset(task, seed=env.train_seed, ...)[i]``, so results
   compare with other frameworks'.
 - No training item asks a held-out question. Different seeds do not give that: most tasks draw item i from
-  ``Random(seed + i)``, so near seeds share items, and small tasks repeat their few questions under any seed. A training
-  item that asks a held-out question is replaced by the next one that does not.
+  ``Random(seed + i)``, so near seeds share items (refused), and small tasks repeat their few questions under any seed.
+  A training item that asks a held-out question is replaced by the next one that does not.
+- An item depends on its index alone, except in tasks that iterate over sets of strings (isomorphic_strings,
+  polynomial_multiplication, ransom_note, word_ladder): there it also depends on PYTHONHASHSEED, so the process that
+  makes items should run with a fixed one. The fingerprint holds the first question and tells when it is another.
 
 Importing the library takes 1 s of CPU time, hence inside functions only.
 """
@@ -19,7 +22,9 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import logging
 import random
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +32,10 @@ from asyncrl.config.schema import EnvConfig
 from asyncrl.envs.plain import from_plain, to_plain
 from asyncrl.envs.types import EnvError, Item, Split, as_number
 
+log = logging.getLogger(__name__)
+
 _TRIES = 1000
+_SLOW_S = 30.0
 
 
 class ReasoningGymEnv:
@@ -37,6 +45,7 @@ class ReasoningGymEnv:
         """Raises ``EnvError`` for an unknown task, a bad configuration or an empty training set."""
         if cfg.size < 1:
             raise EnvError("env.size", f"{cfg.size} training items", "give at least 1")
+        _check_ranges(cfg)
         self._cfg, self._split = cfg, split
         self._config = json.dumps(cfg.task_config, sort_keys=True)
         seed, self._size = (
@@ -69,6 +78,7 @@ class ReasoningGymEnv:
             "sizes": [cfg.size, cfg.heldout_size],  # training items depend on the held-out ones
             "seeds": [cfg.train_seed, cfg.heldout_seed],
             "version": importlib.metadata.version("reasoning-gym"),
+            "first": self.item(0).messages[0]["content"] if self._size else "",
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -99,7 +109,13 @@ def heldout_entries(task: str, config: str, seed: int, size: int) -> tuple[dict[
     if size < 1:
         return ()
     dataset = make_dataset(task, config, seed, size)
-    return tuple(generate(dataset, index, task) for index in range(size))
+    entries, start, warned = [], time.monotonic(), False
+    for index in range(size):
+        entries.append(generate(dataset, index, task))
+        if not warned and time.monotonic() - start > _SLOW_S:
+            log.warning("%d of %d held-out items of %s made in %g s; env.heldout_size", index + 1, size, task, _SLOW_S)
+            warned = True
+    return tuple(entries)
 
 
 @functools.lru_cache(maxsize=4)
@@ -125,6 +141,18 @@ def generate(dataset: Any, index: int, task: str) -> dict[str, Any]:
         ) from error
     finally:
         random.setstate(state)
+
+
+def _check_ranges(cfg: EnvConfig) -> None:
+    """Item i is drawn from seed + i: training and held-out items must not share these numbers."""
+    train_end, heldout_end = cfg.train_seed + cfg.size, cfg.heldout_seed + cfg.heldout_size
+    if cfg.heldout_size > 0 and cfg.train_seed < heldout_end and cfg.heldout_seed < train_end:
+        raise EnvError(
+            "env.heldout_seed",
+            f"item i is drawn from seed + i, so held-out items ({cfg.heldout_seed} to {heldout_end - 1}) would be "
+            f"training items ({cfg.train_seed} to {train_end - 1})",
+            f"set env.heldout_seed={train_end} or higher",
+        )
 
 
 def make_dataset(task: str, config: str, seed: int, size: int) -> Any:

@@ -30,9 +30,8 @@ from asyncrl.config.processes import describe_exit
 from asyncrl.config.schema import EnvConfig, RewardConfig
 from asyncrl.envs.wire import Frames, frame
 
-LOAD_DEADLINE_S = 120.0  # for one worker to import the task and make a split
 LATE_LOOK_S = 0.05
-MOST_AT_ONCE = 256  # items in one request
+MOST_AT_ONCE = 64  # items in one request
 _NOT_INHERITED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -81,9 +80,12 @@ class RewardPool:
         Raises:
             RewardError: one cannot load the environment, with its reason.
         """
-        self._workers = [_Worker(self._env) for _ in range(self._reward.workers)]
+        self._workers = [_Worker(self._env, self._reward.load_deadline_s) for _ in range(self._reward.workers)]
         try:
-            await asyncio.gather(*(worker.start() for worker in self._workers))
+            started = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
+            for error in started:
+                if error is not None:
+                    raise error
         except BaseException:
             await self._end_workers()
             raise
@@ -161,13 +163,17 @@ class RewardPool:
     async def _ask(self, worker: _Worker, left: collections.deque[_Job]) -> str | None:
         """Send ``left`` and take off it what is answered. Returns the failure of its head, or None when all are."""
         deadline_s = self._reward.deadline_s
+        if worker.ended:  # killed while idle, which is no item's fault
+            await worker.restart()
         await worker.load(left[0].split)
         worker.send(_request(left))
         while left:
             try:
                 answers = await worker.receive(deadline_s)
             except TimeoutError:
-                return f"timeout: no answer within {deadline_s:g} s"
+                if not worker.ended:
+                    return f"timeout: no answer within {deadline_s:g} s"
+                answers = None  # dead, yet a process that it forked holds the pipe open
             if answers is None:
                 return f"died: {describe_exit(await worker.exit_code())}"
             for answer in answers:
@@ -205,8 +211,8 @@ def _request(jobs: collections.deque[_Job]) -> dict[str, Any]:
 class _Worker:
     """One process and the pipes to it."""
 
-    def __init__(self, env: EnvConfig) -> None:
-        self._env = env
+    def __init__(self, env: EnvConfig, load_deadline_s: float) -> None:
+        self._env, self._load_deadline_s = env, load_deadline_s
         self._process: asyncio.subprocess.Process | None = None
         self._frames = Frames()
         self._splits: set[str] = set()
@@ -227,6 +233,10 @@ class _Worker:
         self.send({"env": dataclasses.asdict(self._env)})
         await self._loaded("train")
 
+    @property
+    def ended(self) -> bool:
+        return self._process is not None and self._process.returncode is not None
+
     async def restart(self) -> None:
         await self.kill()
         await self.start()
@@ -239,9 +249,12 @@ class _Worker:
 
     async def _loaded(self, split: str) -> None:
         try:
-            answers = await self.receive(LOAD_DEADLINE_S)
+            answers = await self.receive(self._load_deadline_s)
         except TimeoutError:
-            raise RewardError(f"a reward worker did not load the {split} split in {LOAD_DEADLINE_S:g} s") from None
+            raise RewardError(
+                f"a reward worker did not load the {split} split within {self._load_deadline_s:g} s; "
+                "raise reward.load_deadline_s or make the task's import faster"
+            ) from None
         if answers is None:
             code = await self.exit_code()
             raise RewardError(f"a reward worker ended while loading the {split} split: {describe_exit(code)}")
