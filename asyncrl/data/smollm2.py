@@ -48,7 +48,7 @@ def convert(target: Path) -> None:
     model.load_state_dict(dequantised.state_dict())
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     partial = target.with_name(target.name + ".partial")
-    model.to(torch.bfloat16).save_pretrained(partial)
+    model.bfloat16().save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     os.replace(partial, target)
 

@@ -249,7 +249,7 @@ def _get_generators(device: torch.device) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     out = {
         "python": [version, list(words), gauss],
-        "numpy": [kind, keys.tolist(), *rest],  # type: ignore[union-attr]
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
     if device.type == "cuda":

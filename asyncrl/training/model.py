@@ -7,6 +7,7 @@ embedding, final norm and head is gathered when the head needs its weight, tied 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -16,6 +17,9 @@ from asyncrl.training.attention import ATTENTION, TakeRows, register
 from asyncrl.training.errors import ModelError
 from asyncrl.training.head import selected_logprob_entropy
 from asyncrl.training.packing import PackedBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
@@ -27,7 +31,7 @@ LOGIT_CHANGES = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_
 class Policy(nn.Module):
     """``lm`` is the transformers model; its parameter names are the Hugging Face names."""
 
-    def __init__(self, lm: nn.Module, logprob_chunk: int = 4096) -> None:
+    def __init__(self, lm: PreTrainedModel, logprob_chunk: int = 4096) -> None:
         super().__init__()
         self.lm = lm
         self.logprob_chunk = logprob_chunk
@@ -66,7 +70,7 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, logprob_ch
         if getattr(config, name, neutral) not in (None, neutral):
             raise ModelError(f"{folder}: {config.model_type} sets {name}, which the log-prob head does not apply")
     try:
-        lm, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -77,6 +81,7 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, logprob_ch
         )
     except (ValueError, OSError) as e:
         raise ModelError(f"{folder}: transformers cannot load it as a causal LM: {e}") from e
+    lm, info = loaded  # with output_loading_info a pair, which transformers' types do not say
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(kind):
             raise ModelError(f"{folder}: {kind.replace('_', ' ')} in the weights: {sorted(map(str, info[kind]))[:5]}")
@@ -97,7 +102,7 @@ def stored_names(folder: Path) -> set[str]:
     return names
 
 
-def prepare(lm: nn.Module, dtype: torch.dtype, logprob_chunk: int = 4096) -> Policy:
+def prepare(lm: PreTrainedModel, dtype: torch.dtype, logprob_chunk: int = 4096) -> Policy:
     """Turns a transformers causal LM in memory into a policy: document attention, no dropout, one master dtype."""
     register()
     head = lm.get_output_embeddings()
@@ -120,7 +125,7 @@ def check_folder(folder: Path) -> None:
             raise ModelError(f"model.path {folder} has no {what}: none of {', '.join(names)}")
 
 
-def layers(lm: nn.Module) -> list[nn.Module]:
+def layers(lm: PreTrainedModel) -> list[nn.Module]:
     """The decoder layers, the units of sharding and of activation checkpointing."""
     found = [m for m in lm.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     depth = getattr(lm.config.get_text_config(), "num_hidden_layers", None)

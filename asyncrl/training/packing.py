@@ -60,8 +60,8 @@ def pack(
     samples = [s for s in samples if len(s.token_ids)]
     dummy = not samples
     if dummy:
-        zero = np.zeros(1)
-        samples = [TrainSample(zero.astype(np.int32), zero.astype(np.int32), *[zero] * 3)]  # type: ignore[list-item]
+        token, value = np.zeros(1, np.int32), np.zeros(1, np.float32)
+        samples = [TrainSample(token, token, logprobs=value, versions=token, advantages=value)]
     layout = _shared_layout(samples) if share else None
     lists, order, inputs, positions, predict = layout or _plain_layout(samples)
     ordered = [samples[i] for i in order]
@@ -108,7 +108,7 @@ def _branch(s: TrainSample) -> np.ndarray:
     return np.concatenate([s.prompt_ids[-1:], s.token_ids[:-1]])
 
 
-Layout = tuple[tuple[list[int], ...], list[int], list[np.ndarray], list[np.ndarray], list[np.ndarray]]
+Layout = tuple[tuple[list[int], list[int], list[int]], list[int], list[np.ndarray], list[np.ndarray], list[np.ndarray]]
 
 
 def _plain_layout(samples: Sequence[TrainSample]) -> Layout:
@@ -122,7 +122,7 @@ def _plain_layout(samples: Sequence[TrainSample]) -> Layout:
         predict.append(start + np.arange(len(s.prompt_ids) - 1, len(row)))
         lengths.append(len(row))
         start += len(row)
-    return (lengths,), order, inputs, positions, predict
+    return (lengths, [], []), order, inputs, positions, predict
 
 
 def _shared_layout(samples: Sequence[TrainSample]) -> Layout | None:

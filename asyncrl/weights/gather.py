@@ -67,7 +67,8 @@ def local_of(name: str, parameter: Tensor) -> Local:
         if type(placement) not in (Shard, Replicate):
             raise TypeError(f"{name} is placed as {placement}; weights are gathered from Shard and Replicate")
     size, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return Local(name, parameter.to_local().detach(), shape, Block(tuple(start), tuple(size)))
+    local: Tensor = parameter.to_local()
+    return Local(name, local.detach(), shape, Block(tuple(start), tuple(size)))
 
 
 class Gatherer:
@@ -167,7 +168,7 @@ class Gatherer:
             rows = rows if dist.get_backend(self._group) == "gloo" else rows.to(locals_[0].tensor.device)
             tables = [torch.empty_like(rows) for _ in range(self.world)]
             dist.all_gather(tables, rows, group=self._group)
-        lists = [table.tolist() for table in tables]
+        lists: list[list[list[int]]] = [table.tolist() for table in tables]
         return [self._owners_of(i, local, lists) for i, local in enumerate(locals_)]
 
     @staticmethod
