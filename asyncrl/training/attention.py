@@ -275,7 +275,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, 
     assert bounds is not None, "a batch with branches does not go through the flash kernel"
     left = -1 if window is None or window >= longest else window - 1
     # torch 2.11 takes fewer key than query heads as they are; later versions want to be told.
-    shared = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _arguments(varlen_attn) else {}
+    shared: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _arguments(varlen_attn) else {}
     out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **shared)
     assert isinstance(out, Tensor), "a tuple comes only when the log-sum-exp is asked for"
     return out
