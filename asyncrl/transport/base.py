@@ -41,6 +41,7 @@ COUNTERS = (
     "sent", "received", "bytes_sent", "bytes_received", "resent", "duplicates", "refused", "refused_by_peer", "stray",
     "gaps", "credit_stalls", "connections", "joined", "left", "acks",
 )  # fmt: skip
+_open_contexts: set[Any] = set()  # pyzmq would block in the garbage collector of one that was not terminated
 REMEMBERED = 1024  # streams whose cursor is kept after their process left
 
 
@@ -103,6 +104,10 @@ class BaseLink:
             self.done(message)
         return message
 
+    def recv_nowait(self) -> Message | None:
+        """The next message if one is here: to take a batch after a ``recv``."""
+        return self._mailbox.get_nowait()
+
     def done(self, message: Message) -> None:
         """Acknowledge: what follows from the message is as safe as it needs to be. A second call does nothing."""
         inbox = self._inboxes.get((message.peer, message.session))
@@ -134,12 +139,13 @@ class BaseLink:
             return
         self._closing = owner
         self._dirty.update(dict.fromkeys(self._all_sessions()))
-        await owner.stop()
-        owner.release(int(linger_s * 1000))
+        owner.stop(int(linger_s * 1000))
         gone = TransportError(f"{self.name} is closed")
         self._fail(gone)
-        if self._context is not None:
-            await asyncio.to_thread(self._context.term)
+        context = self._context
+        if context is not None:
+            await asyncio.to_thread(context.term)
+            _open_contexts.discard(context)
 
     async def flush(self, *, deadline_s: float | None = 60) -> None:
         """Wait until the consumers at the other end are done with everything sent."""
@@ -168,7 +174,9 @@ class BaseLink:
             acked, item.settled = self._settling()
         deadline: Deadline | None = None
         if session.outbox.offer(item):
-            self._touch(session)
+            self._dirty[session] = None
+            if self._owner is not None:
+                self._owner.flush()
         else:
             self._count["credit_stalls"] += 1
             deadline = Deadline(self.name, deadline_s, self._describe)
@@ -386,12 +394,16 @@ class BaseLink:
         if self._owner is not None or self._closing is not None:
             raise RuntimeError(f"{self.name} was started before")
         self._context = zmq.Context()
-        self._owner = SocketOwner(self, self._tick_s)
+        _open_contexts.add(self._context)
+        self._owner = SocketOwner(self, self._tick_s, self._crashed)
         self._last_tick = self._clock()
         return self._context, self._owner
 
-    def _socket(self, context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
-        socket = context.socket(kind)
+    def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        """A new socket, in the hands of the owner."""
+        assert self._owner is not None and self._context is not None
+        socket = self._context.socket(kind)
+        self._owner.adopt(socket)
         socket.set_hwm(0)  # credit bounds what is queued
         socket.linger = 0
         socket.maxmsgsize = self._max_frame_bytes

@@ -82,12 +82,19 @@ class Listener(BaseLink):
         return set(self._sessions)
 
     async def start(self) -> str:
-        """Bind and return the endpoint with the real port."""
+        """Bind and return the endpoint with the real port; ``OSError`` if that is not possible."""
+        try:
+            return self._bind()
+        except BaseException:
+            await self.close()
+            raise
+
+    def _bind(self) -> str:
         context, owner = self._begin()
         if self._keys is not None:
             self._gate = Gate(context, self._keys)
             owner.adopt_beside(self._gate.socket, self._gate.answer)
-        router = self._socket(context, zmq.ROUTER, self._address)
+        router = self._socket(zmq.ROUTER, self._address)
         router.router_mandatory = True
         if self._keys is not None:
             self._keys.secure_listener(router)
@@ -96,8 +103,6 @@ class Listener(BaseLink):
         except zmq.ZMQError as error:
             raise OSError(error.errno, f"{self.name} cannot bind {self._address}: {error.strerror}") from error
         endpoint = router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        owner.adopt(router)
-        owner.start(f"{self.name} listener", self._crashed)
         for everywhere in ("//0.0.0.0:", "//[::]:"):
             endpoint = endpoint.replace(everywhere, f"//{self._advertise or network.gethostname()}:")
         return endpoint
@@ -257,10 +262,13 @@ class Dialer(BaseLink):
 
     async def start(self, *, wait: bool = True, deadline_s: float | None = 30) -> None:
         """Begin to dial; with ``wait`` return once a listener has welcomed us, else raise ``DeadlineExpired``."""
-        _, owner = self._begin()
+        self._begin()
         self._welcomed = asyncio.get_running_loop().create_future()
-        self._redial()
-        owner.start(f"{self.name} dialer", self._crashed)
+        try:
+            self._redial()
+        except BaseException:
+            await self.close()
+            raise
         if wait:
             deadline = Deadline(self.name, deadline_s, self._describe)
             await deadline.wait(asyncio.shield(self._welcomed), f"a listener at {self._endpoint}")
@@ -353,10 +361,10 @@ class Dialer(BaseLink):
 
     def _redial(self) -> None:
         """A fresh socket, so that nothing of the old connection is left in a queue; its first message is our hello."""
-        owner, context = self._owner, self._context
-        assert owner is not None and context is not None
+        owner = self._owner
+        assert owner is not None
         owner.release(0)
-        dealer = self._socket(context, zmq.DEALER, self._endpoint)
+        dealer = self._socket(zmq.DEALER, self._endpoint)
         dealer.reconnect_ivl, dealer.reconnect_ivl_max = 50, 2000
         if self._keys is not None:
             self._keys.secure_dialer(dealer)
@@ -364,7 +372,6 @@ class Dialer(BaseLink):
         monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | failed | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
         monitor.linger = 0
         dealer.connect(self._endpoint)
-        owner.adopt(dealer)
         owner.adopt_beside(monitor, lambda: self._read_monitor(monitor))
         self._redial_at = None
         self._dialed = self._session.last_heard = self._clock()

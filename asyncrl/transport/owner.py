@@ -1,8 +1,9 @@
-"""The owner task: the only code that touches a ZeroMQ socket.
+"""The owner of a socket: the only code that touches it, always from the same event loop.
 
-It sleeps until the socket's descriptor is readable, someone calls ``wake`` or a tick is due; then it receives a
-bounded burst, lets the link transmit, and gives way to the other tasks. libzmq signals its descriptor on edges, so
-the owner never sleeps while the socket still reports input.
+It steps when the socket's descriptor is readable, when someone asked for it (``wake``) or when a tick is due: it
+receives a bounded burst, lets the link transmit, and gives way to the other tasks. libzmq signals its descriptor on
+edges, so the owner never rests while the socket still reports input. It is a chain of callbacks and no
+``asyncio.Task`` because a task would cost another turn of the loop for each arrival and each departure.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from asyncrl.transport.frames import MAX_BUFFERS
 
 BURST = 64  # messages received before the other tasks get a turn
 COPY_BELOW = 1 << 16  # bytes: smaller buffers are cheaper to copy than to lend
+NOBLOCK, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class Link(Protocol):
@@ -35,126 +38,118 @@ class Link(Protocol):
 class SocketOwner:
     """Owns one ROUTER or DEALER socket (and sockets beside it, such as its monitor) for one link."""
 
-    def __init__(self, link: Link, tick_s: float) -> None:
-        self._link = link
-        self._tick_s = tick_s
+    def __init__(self, link: Link, tick_s: float, on_crash: Callable[[BaseException], None]) -> None:
+        """``on_crash`` hears of an error that ended the owner."""
+        self._link, self._tick_s, self._on_crash = link, tick_s, on_crash
+        self._loop = asyncio.get_running_loop()
         self._socket: zmq.Socket[bytes] | None = None
         self._router = False
-        self._beside: dict[zmq.Socket[bytes], Callable[[], None]] = {}
-        self._wake = asyncio.Event()
-        self._closing = False
-        self._task: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._beside: list[zmq.Socket[bytes]] = []
+        self._scheduled = False
+        self._flushed = False
         self._tick_due = False
-
-    def start(self, name: str, on_crash: Callable[[BaseException], None]) -> None:
-        """Start the task; ``on_crash`` hears of an error that ended it."""
-        self._task = asyncio.create_task(self._run(), name=name)
-
-        def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                on_crash(error)
-
-        self._task.add_done_callback(ended)
-        self._arm()
+        self._timer = self._loop.call_later(tick_s, self._on_timer)
 
     def adopt(self, socket: zmq.Socket[bytes]) -> None:
         """Own this socket from now on."""
         self._socket = socket
         self._router = socket.type == zmq.ROUTER
-        self._watch(socket)
+        self._loop.add_reader(socket.fileno(), self._step)
+        self.wake()
 
     def adopt_beside(self, socket: zmq.Socket[bytes], serve: Callable[[], None]) -> None:
-        """Own a second socket: ``serve`` must receive all that waits on it."""
-        self._beside[socket] = serve
-        self._watch(socket)
+        """Own a second socket: ``serve`` is called on its input and must receive until nothing is left."""
+        self._beside.append(socket)
+        self._loop.add_reader(socket.fileno(), self._guarded, serve)
+        self._loop.call_soon(self._guarded, serve)
 
     def release(self, linger_ms: int) -> None:
         """Close the sockets; unsent bytes get ``linger_ms`` to leave."""
-        loop = asyncio.get_running_loop()
         for socket in [*self._beside, self._socket]:
             if socket is not None and not socket.closed:
-                loop.remove_reader(socket.fileno())
+                self._loop.remove_reader(socket.fileno())
                 socket.close(linger=linger_ms)
         self._beside.clear()
         self._socket = None
 
-    async def stop(self) -> None:
-        """End the task after one last transmission."""
-        self._closing = True
-        self._wake.set()
-        if self._timer:
-            self._timer.cancel()
-        if self._task:
-            await asyncio.wait([self._task])
+    def stop(self, linger_ms: int) -> None:
+        """Transmit once more and end."""
+        self._timer.cancel()
+        self._step()
+        self.release(linger_ms)
 
     def wake(self) -> None:
-        """Something may have to be sent."""
-        self._wake.set()
+        """Something has to be sent, this turn or the next."""
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._step)
+
+    def flush(self) -> None:
+        """Transmit now; from the second call between two steps on, the next step will: a burst stays a burst."""
+        if not self._flushed:
+            self._flushed = True
+            self._guarded(self._link.transmit)
+        self.wake()  # sending may have swallowed the edge that announced input
 
     def send(self, route: bytes, envelope: bytes, buffers: Sequence[memoryview] = ()) -> bool:
         """Hand one message to ZeroMQ; False if the route is no longer connected. Only for ``Link.transmit``."""
         socket = self._socket
         if socket is None:
             return False
-        more = zmq.NOBLOCK | zmq.SNDMORE
         try:
             if self._router:
-                socket.send(route, more)
+                socket.send(route, MORE)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 return False
             raise
         if not buffers:
-            socket.send(envelope, zmq.NOBLOCK)
+            socket.send(envelope, NOBLOCK)
             return True
-        socket.send(envelope, more)
+        socket.send(envelope, MORE)
         for buffer in buffers[:-1]:
-            socket.send(buffer, more, copy=buffer.nbytes < COPY_BELOW)
-        socket.send(buffers[-1], zmq.NOBLOCK, copy=buffers[-1].nbytes < COPY_BELOW)
+            socket.send(buffer, MORE, copy=buffer.nbytes < COPY_BELOW)
+        socket.send(buffers[-1], NOBLOCK, copy=buffers[-1].nbytes < COPY_BELOW)
         return True
-
-    def _watch(self, socket: zmq.Socket[bytes]) -> None:
-        asyncio.get_running_loop().add_reader(socket.fileno(), self._wake.set)
-        self._wake.set()
-
-    def _arm(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._on_timer)
 
     def _on_timer(self) -> None:
         self._tick_due = True
-        self._wake.set()
-        self._arm()
+        self._timer = self._loop.call_later(self._tick_s, self._on_timer)
+        self.wake()
 
-    async def _run(self) -> None:
-        while True:
-            self._wake.clear()
-            closing = self._closing
+    def _step(self) -> None:
+        self._guarded(self._receive_and_transmit)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  # reported to everyone who waits on the link
+            self._timer.cancel()
+            self.release(0)
+            self._on_crash(error)
+
+    def _receive_and_transmit(self) -> None:
+        self._scheduled = self._flushed = False
+        if self._has_input():
             self._receive()
-            for serve in list(self._beside.values()):
-                serve()
-            if self._tick_due:
-                self._tick_due = False
-                self._link.tick()
-            self._link.transmit()
-            if closing:
-                return
-            if self._has_input():
-                await asyncio.sleep(0)
-            else:
-                await self._wake.wait()
+        if self._tick_due:
+            self._tick_due = False
+            self._link.tick()
+        self._link.transmit()
+        if self._has_input():
+            self.wake()
 
     def _has_input(self) -> bool:
-        sockets = [self._socket, *self._beside] if self._socket is not None else list(self._beside)
-        return any(socket is not None and int(socket.get(zmq.EVENTS)) & zmq.POLLIN for socket in sockets)
+        socket = self._socket
+        return socket is not None and bool(int(socket.get(EVENTS)) & POLLIN)
 
     def _receive(self) -> None:
-        for _ in range(BURST):
+        for i in range(BURST):
             socket = self._socket  # the link may replace it in on_frame
-            if socket is None:
+            if socket is None or (i == 1 and not self._has_input()):  # a lone message is spared the exception
                 return
             try:
-                frame = socket.recv(zmq.NOBLOCK, copy=False)
+                frame = socket.recv(NOBLOCK, copy=False)
             except zmq.Again:
                 return
             route = b""
@@ -163,12 +158,12 @@ class SocketOwner:
                 if not frame.more:
                     self._link.on_bad_frame(route, ProtocolError("an empty message"))
                     continue
-                frame = socket.recv(zmq.NOBLOCK, copy=False)
+                frame = socket.recv(NOBLOCK, copy=False)
             envelope = frame.buffer
             buffers: list[memoryview] = []
             count = 0
             while frame.more:
-                frame = socket.recv(zmq.NOBLOCK, copy=False)
+                frame = socket.recv(NOBLOCK, copy=False)
                 count += 1
                 if count <= MAX_BUFFERS:
                     buffers.append(frame.buffer)

@@ -440,3 +440,15 @@ def test_a_peer_that_breaks_the_rules_after_its_handshake() -> None:
             context.term()
 
     run(test)
+
+
+def test_a_port_in_use_is_named_and_nothing_is_left_behind() -> None:
+    async def test() -> None:
+        async with Listener("controller", SCHEMA) as listener:
+            second = Listener("second", SCHEMA, address=listener.endpoint)
+            with pytest.raises(OSError, match=r"second cannot bind tcp://127\.0\.0\.1:\d+: Address"):
+                await second.start()
+            with pytest.raises(RuntimeError, match="started before"):
+                await second.start()
+
+    run(test)

@@ -1,0 +1,1 @@
+"""One file per claim: ``python -m benchmarks.NAME [--quick] [--json FILE]``."""
