@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from asyncrl.rollouts.recovery import Pending, cuts_since, recover
+from asyncrl.rollouts.recovery import Pending, recover
 from asyncrl.rollouts.slots import Slots
 from asyncrl.rollouts.types import Group, Prompt
 
@@ -25,9 +25,10 @@ def recover_run(conductor: Conductor, checkpoint: int) -> None:
     desk.slots = Slots.restore(cfg.batch.groups, cfg.staleness.max_steps, cfg.staleness.window, found.slots)
     if found.cursor is not None:
         desk.prompts.restore(found.cursor)
-    conductor.resume(checkpoint, list(cuts_since(ledger, checkpoint)))
+    conductor.resume(checkpoint, list(ledger.cuts_since(checkpoint)))
     for group in found.finished:
         desk.groups[group.ordinal] = group
+        desk.decide(group)  # the end may have come between its last score and this
     for pending in found.pending:
         desk.restore(_group(pending, desk.prompts.item), set(pending.missing))
     text = f"resumed from version {checkpoint}; {found.version - checkpoint} batches applied again"

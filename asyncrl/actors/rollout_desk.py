@@ -185,10 +185,12 @@ class RolloutDesk:
             self._admit()
 
     def _ask_for_owed(self) -> None:
-        owed, self._owed = self._owed, {}
+        while self.slots.readmit() is not None:
+            pass
+        waiting = self.slots.waiting  # only after a restart that lost a batch; see asyncrl.rollouts.slots
         with self.ledger.transaction():
-            for ordinal, indices in owed.items():
-                self._dispatch(ordinal, indices)
+            for ordinal in sorted(self._owed.keys() - waiting):
+                self._dispatch(ordinal, self._owed.pop(ordinal))
 
     def _dispatch(self, ordinal: int, indices: set[int]) -> None:
         name = self.fleet.assign(ordinal, indices)

@@ -2,10 +2,10 @@
 
 Resume from the checkpoint of version c: ``recover(ledger, c)`` checks every payload that is still needed and returns a
 :class:`Recovery`. The caller then applies the cuts c .. version-1 again, in order, on the same samples
-(``ledger.cuts_since(c)``), restores ``Slots`` from ``recovery.slots``, filters what its filter rejects of
-``recovery.finished`` (they are buffered; a kill may have come between the last score and the filter's decision) and
-dispatches ``recovery.pending`` again, each under its old ordinal and only for the indices that are missing; those in
-``slots.waiting`` only once ``slots.readmit`` gives them out.
+(``ledger.cuts_since(c)``), restores ``Slots`` from ``recovery.slots``, decides about ``recovery.finished`` (for the
+slots they are in flight until ``finish``, ``filter`` or ``fail``: a kill may have come between the last score and that)
+and dispatches ``recovery.pending`` again, each under its old ordinal and only for the indices that are missing; those
+in ``slots.waiting`` only once ``slots.readmit`` gives them out.
 
 A payload that is missing, torn or changed costs its group: the group is pending again. If the group was in a cut, that
 cut and the later ones cannot be applied again; they are abandoned (:func:`truncate_after`), their intact groups are
@@ -14,7 +14,6 @@ finished groups again, and training continues from the version before. So every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,11 +85,6 @@ def recover(ledger: Ledger, checkpoint: int) -> Recovery:
         lost=lost,
         abandoned=abandoned,
     )
-
-
-def cuts_since(ledger: Ledger, version: int) -> Iterator[tuple[int, list[Group]]]:
-    """The batches to apply again, from the checkpoint of ``version`` on; see LedgerReads.cuts_since."""
-    return ledger.cuts_since(version)
 
 
 def truncate_after(ledger: Ledger, version: int) -> list[int]:
@@ -201,12 +195,12 @@ def _slot_state(ledger: Ledger, checkpoint: int, version: int) -> SlotState:
         "SELECT steps.reason, count(*) FROM groups JOIN steps ON version = cut_version "
         "WHERE outcome = ? AND version < ? GROUP BY 1"
     )
-    open_groups = db.execute("SELECT ordinal, status FROM groups WHERE status IN ('in_flight', 'finished') ORDER BY 1")
+    open_groups = sorted(ledger.with_status("in_flight") + ledger.with_status("finished"))
     return SlotState(
         version=version,
         floor=version,
         next_ordinal=ledger.next_ordinal(),
-        open={ordinal: status == "finished" for ordinal, status in open_groups},
+        open=dict.fromkeys(open_groups, False),
         untrained=again,
         trained=sum(count for _, count in db.execute(outcome, ("trained", checkpoint))),
         skipped=dict(db.execute(outcome, ("skipped", checkpoint))),

@@ -72,6 +72,7 @@ def test_slots_go_on_from_the_ledger(tmp_path):
     with Ledger(tmp_path) as ledger:
         recovery = recover(ledger, 1)
         slots = Slots.restore(2, 1, 1, recovery.slots)
+        slots.finish(6)
         assert slots.counters() | {"slots": 0, "slots_held": 0} == {
             "dispatched": 10,
             "trained": 2,

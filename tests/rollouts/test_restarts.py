@@ -50,9 +50,8 @@ class Loop:
             self.train(version, batch)
         assert len(self.history) == recovery.version
         self.taken = recovery.version
-        for group in recovery.finished:  # buffered already; the kill may have come before the filter's decision
-            if self.random.random() < 0.1:
-                self.filter(group.ordinal)
+        for group in recovery.finished:
+            self.decide(group.ordinal)
         for pending in recovery.pending:
             prompt = pending.prompt or make_group(pending.ordinal).prompt
             group = Group(pending.ordinal, prompt, pending.samples, pending.epoch)
