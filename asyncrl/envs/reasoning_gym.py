@@ -2,6 +2,9 @@
 
 - The question is the single user message, unchanged; the completion, stripped of surrounding whitespace, goes to the
   task's own scorer unchanged.
+- An answer that the scorer cannot read is a wrong answer, 0. Nearly all scorers say so themselves; those of boxnet,
+  coin_flip, game_of_life and prime_factorization raise instead. Counted as failures, unreadable answers would leave
+  their groups unpunished.
 - A seed means what it means to the library: item i is ``create_dataset(task, seed=env.train_seed, ...)[i]``, so results
   compare with other frameworks'.
 - No training item asks a held-out question. Different seeds do not give that: most tasks draw item i from
@@ -36,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _TRIES = 1000
 _SLOW_S = 30.0
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError)
 
 
 class ReasoningGymEnv:
@@ -65,7 +69,13 @@ class ReasoningGymEnv:
         return self._as_item(index, self._training_entry(index))
 
     def score(self, text: str, entry: dict[str, Any]) -> float:
-        value = self._dataset.score_answer(text.strip(), from_plain(entry))
+        original = from_plain(entry)
+        try:
+            value = self._dataset.score_answer(text.strip(), original)
+        except _UNREADABLE:
+            # Raised for the right answer too, it is a defect of scorer or entry: that passes through.
+            self._dataset.score_answer(original["answer"], from_plain(entry))
+            return 0.0
         return as_number(value, f"reasoning-gym's scorer of {self._cfg.task}")
 
     def fingerprint(self) -> str:

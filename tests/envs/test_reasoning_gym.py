@@ -31,7 +31,11 @@ def check_task(task):
     assert item.messages == [{"role": "user", "content": entry["question"]}]
     stored = json.loads(json.dumps(item.entry))
     for text in (str(entry["answer"]), "", "a b", "42", entry["question"]):
-        assert ours.score(f"  {text}\n", stored) == pytest.approx(dataset.score_answer(text.strip(), entry))
+        try:
+            expected = dataset.score_answer(text.strip(), entry)
+        except (ValueError, TypeError):  # boxnet and prime_factorization
+            expected = 0.0
+        assert ours.score(f"  {text}\n", stored) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("task", SOME)
@@ -43,6 +47,15 @@ def test_equals_the_library(task):
 @pytest.mark.parametrize("task", sorted(set(DATASETS) - set(SOME) - {"composite"}))
 def test_every_task_equals_the_library(task):
     check_task(task)
+
+
+def test_an_unreadable_answer_is_wrong_and_a_broken_entry_an_error():
+    ours = env(task="prime_factorization")
+    entry = ours.item(0).entry
+    assert ours.score("two times three", entry) == 0.0
+    assert ours.score(entry["answer"], entry) == 1.0
+    with pytest.raises(ValueError, match="'x'"):
+        ours.score("two times three", {**entry, "answer": "x"})
 
 
 def test_composite_mixes_tasks():
