@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,16 @@ def test_items_do_not_depend_on_order_or_process():
     assert [item.index for item in forwards] == list(range(30))
     code = "from tests.envs.test_reasoning_gym import env; print([env().item(i).messages for i in range(30)])"
     assert in_process(code, hash_seed="5") == str([item.messages for item in forwards])
+
+
+def test_items_do_not_depend_on_the_global_generator():
+    """list_functions draws from it."""
+    ours, made = env(task="list_functions", heldout_size=0), []
+    for seed in (1, 2):
+        random.seed(seed)
+        made.append([ours.item(i) for i in range(20)])
+        assert random.random() == random.Random(seed).random(), "and it is left as it was"
+    assert made[0] == made[1]
 
 
 def in_process(code, hash_seed):

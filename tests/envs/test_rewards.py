@@ -168,6 +168,14 @@ def test_a_caller_that_gives_up_leaves_the_pool_working():
     assert with_pool(use, workers=1)[0].value == 1
 
 
+def test_splits_queued_together_are_kept_apart():
+    async def use(pool):
+        calls = [pool.score_many(split, items(f"split {split}")) for split in ["train", "heldout", "heldout"] * 5]
+        return await asyncio.gather(*calls)
+
+    assert with_pool(use) == [[RewardResult(1.0, None)]] * 15
+
+
 def test_split_reaches_the_function():
     assert [r.value for r in score("split heldout", "split train", split="heldout")] == [1, 0]
 
