@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,9 +45,23 @@ def exit_on_config_error() -> Iterator[None]:
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             count = len(error.problems)
             heading = "1 problem" if count == 1 else f"{count} problems"
-            print(f"asyncrl: {heading} in the configuration; nothing was started\n{error}", file=sys.stderr, flush=True)
+            text = f"{heading} in the configuration; nothing was started\n{error}"
+            print(f"asyncrl: {text}", file=sys.stderr, flush=True)
+            tell_torchrun(text)
         sys.exit(USER_ERROR_STATUS)
 
 
 class RunFailed(Exception):
     """An expected end of a run, for example an expired deadline: the text is the reason and, if any, the remedy."""
+
+
+def tell_torchrun(reason: str) -> None:
+    """Has torchrun end its own report of the failure with ``reason``, which is otherwise far above in the output.
+
+    The format is that of ``torch.distributed.elastic.multiprocessing.errors``, which would import torch.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        details = {"py_callstack": reason, "timestamp": str(int(time.time()))}
+        with open(path, "w") as file:
+            json.dump({"message": {"message": reason, "extraInfo": details}}, file)

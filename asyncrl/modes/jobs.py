@@ -15,12 +15,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from omegaconf import DictConfig
 
 from asyncrl.config.check import check
 from asyncrl.config.context import Place, RunContext, lead_context
-from asyncrl.config.errors import ConfigError, Problem, RunFailed, exit_on_config_error
+from asyncrl.config.errors import ConfigError, Problem, RunFailed, exit_on_config_error, tell_torchrun
 from asyncrl.config.files import CONFIG_FILE, from_dict, save_config, to_dict
 from asyncrl.config.load import resolve
 from asyncrl.config.run_folder import (
@@ -63,13 +64,13 @@ def run_jobs(jobs: Sequence[Job], sweep: bool) -> None:
                     folders.record_return(opened[1])
         except RunFailed as error:
             print(f"asyncrl: rank {place.rank}: {error}", file=sys.stderr)
-            _leave(FAILED_STATUS)
+            _leave(FAILED_STATUS, str(error))
         except KeyboardInterrupt:
             print(f"asyncrl: rank {place.rank}: interrupted", file=sys.stderr)
-            _leave(INTERRUPTED_STATUS)
-        except Exception:
+            _leave(INTERRUPTED_STATUS, "interrupted")
+        except Exception as error:
             logging.getLogger(__name__).exception("asyncrl: rank %d failed", place.rank)
-            _leave(FAILED_STATUS)
+            _leave(FAILED_STATUS, f"{type(error).__name__}: {error}")
 
 
 def check_jobs(jobs: Sequence[Job], place: Place) -> list[Config]:
@@ -165,8 +166,9 @@ def run_mode(config: Config, context: RunContext) -> None:
         context.close(failed)
 
 
-def _leave(status: int) -> None:
+def _leave(status: int, reason: str) -> NoReturn:
     """Ends this process at once: threads of a broken process group must not keep it, and with it its peers, alive."""
+    tell_torchrun(reason)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

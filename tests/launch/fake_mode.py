@@ -5,6 +5,8 @@ The first argument says what the fake does; the rest is launch/train.py's own co
 
 from __future__ import annotations
 
+import json
+import os
 import runpy
 import sys
 import types
@@ -18,6 +20,10 @@ def run(config, context):
     from asyncrl.config.errors import RunFailed
 
     assert "torch" not in sys.modules or context.rank > 0 or context.job > 0, "torch was imported before the mode"
+    if behaviour == "offline":
+        from asyncrl.config.offline import OFFLINE
+
+        print(json.dumps({name: os.environ.get(name) for name in OFFLINE}), flush=True)
     lr, attempt = config.optim.lr, context.place.attempt
     print(f"rank {context.rank} job {context.job} attempt {attempt} lr {lr:g} resume {bool(config.resume)}", flush=True)
     print(f"folder {context.run_dir}", flush=True)

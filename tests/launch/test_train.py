@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.files import load_config
+from asyncrl.config.offline import OFFLINE
 from tests.config.folders import make_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,9 +122,16 @@ def test_under_torchrun_the_mistake_is_printed_once_and_no_rank_imports_torch(he
     monkeypatch.delenv("WATCH_WITHOUT_RANK")  # torchrun itself needs torch; its ranks are told by RANK
     result = start(TRAIN, "optim.lrr=1", ranks=2)
     assert result.returncode != 0
-    assert result.stderr.count("optim.lrr: no such key") == 1
+    printed, report = result.stderr.split("ChildFailedError", 1)
+    assert printed.count("optim.lrr: no such key") == 1
+    assert "exitcode  : 2" in report and "optim.lrr: no such key" in report, "torchrun's report ends with the reason"
     assert "IMPORTED" not in result.stderr
-    assert "exitcode  : 2" in result.stderr
+
+
+def test_torchruns_report_ends_with_the_reason_of_a_failed_run(here):
+    result = fake("run_failed", ranks=1)
+    assert result.returncode != 0
+    assert "no group had reward variance" in result.stderr.split("Root Cause")[1]
 
 
 def test_two_ranks_agree_on_one_folder(here):
@@ -213,18 +221,12 @@ def test_a_restart_by_torchrun_skips_finished_jobs_and_resumes_the_broken_one(he
     assert sorted(path.name[0] for path in sweep.iterdir()) == ["0", "1", "2"]
 
 
-def test_nothing_is_downloaded_or_reported(here):
-    """Child processes inherit the variables; a user's own value wins."""
-    code = (
-        "import os, sys; sys.path.insert(0, sys.argv[1])\n"
-        "from asyncrl.config.offline import OFFLINE, set_offline_defaults\n"
-        "os.environ['HF_HUB_OFFLINE'] = '0'\n"
-        "set_offline_defaults()\n"
-        "print({name: os.environ[name] for name in OFFLINE})\n"
-        "import huggingface_hub.constants as hub\n"
-        "print(hub.HF_HUB_OFFLINE)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code, str(ROOT)], capture_output=True, text=True, check=True)
-    variables, offline = result.stdout.splitlines()
-    assert "'TRANSFORMERS_OFFLINE': '1'" in variables and "'VLLM_NO_USAGE_STATS': '1'" in variables
-    assert "'HF_HUB_OFFLINE': '0'" in variables and offline == "False"
+def test_nothing_is_downloaded_or_reported(here, monkeypatch):
+    """A mode and its children find the offline variables set; a user's own value wins."""
+    for name in OFFLINE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    result = fake("offline")
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout.splitlines()[0])
+    assert told == OFFLINE | {"HF_HUB_OFFLINE": "0"}
