@@ -138,6 +138,8 @@ def is_loopback(host: str) -> bool:
 def check_env(config: Config) -> Iterator[Problem]:
     """Held-out items that are not training items; ``asyncrl.envs`` checks the task itself."""
     env = config.env
+    if config.mode == "sft" and config.sft.source == "jsonl":
+        return
     overlap = env.train_seed < env.heldout_seed + env.heldout_size and env.heldout_seed < env.train_seed + env.size
     if overlap and env.heldout_size:
         yield Problem(
@@ -148,7 +150,27 @@ def check_env(config: Config) -> Iterator[Problem]:
 
 
 def check_model(config: Config) -> Iterator[Problem]:
+    """A model that can be trained and served; ``mode=sft`` may make its own."""
+    if not config.model.path:
+        if config.mode != "sft":
+            yield Problem("model.path", f"is empty, and mode={config.mode} makes no model", "give a model's folder")
+        return
     yield from check_model_folder(Path(config.model.path), config.generator.max_model_len)
+
+
+def check_sft(config: Config) -> Iterator[Problem]:
+    """A file of conversations if one is wanted, and a new model whose heads divide."""
+    if config.mode != "sft":
+        return
+    sft, new = config.sft, config.model.new
+    if sft.source == "jsonl" and not Path(sft.path).is_file():
+        yield Problem("sft.path", f"{sft.path!r} is not a file", "give a file with one conversation a line")
+    if not config.model.path and new.heads % new.kv_heads:
+        yield Problem(
+            "model.new.kv_heads",
+            f"{new.kv_heads} key/value heads do not divide {new.heads} query heads",
+            f"a divisor of {new.heads}",
+        )
 
 
 def check_run(config: Config) -> Iterator[Problem]:
@@ -213,5 +235,6 @@ CHECKS: list[Callable[[Config], Iterator[Problem]]] = [
     check_transport,
     check_env,
     check_model,
+    check_sft,
     check_run,
 ]

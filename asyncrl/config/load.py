@@ -94,7 +94,8 @@ def resolve(composed: DictConfig) -> Config:
         raise ConfigError([Problem(key, str(error).splitlines()[0], "set it, or fix what it refers to")]) from None
     assert isinstance(values, dict)
     config = from_dict({str(key): value for key, value in values.items()})
-    config.model.path = str(locate(config.model.path))
+    if config.model.path:
+        config.model.path = str(locate(config.model.path))
     if config.resume:
         config.resume = str(Path(config.resume).resolve())
     return config

@@ -34,10 +34,24 @@ class RunConfig:
 
 
 @dataclass
+class NewModelConfig:
+    """Size of the Qwen3 decoder that ``mode=sft`` makes when ``model.path`` is empty; embeddings are tied."""
+
+    hidden_size: Positive = 128
+    layers: Positive = 4
+    heads: Positive = 4
+    kv_heads: Positive = 2
+    head_dim: Positive = 32  # vLLM on a CPU serves 32, 64, 80, 96, 112, 128, 192 and 256
+    mlp_size: Positive = 384
+    max_positions: Positive = 1024
+
+
+@dataclass
 class ModelConfig:
-    """A local Hugging Face folder (weights, config, tokenizer with chat template)."""
+    """A local Hugging Face folder (weights, config, tokenizer with chat template); empty: ``new`` (mode sft only)."""
 
     path: str = "asyncrl/assets/qwen3-tiny"
+    new: NewModelConfig = field(default_factory=NewModelConfig)
     compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # float64 only for exactness tests
 
 
@@ -78,6 +92,17 @@ class BatchConfig:
     @property
     def samples(self) -> int:
         return self.groups * self.group_size
+
+
+@dataclass
+class SftConfig:
+    """What ``mode=sft`` learns. Steps, schedule, evaluation and checkpoints are those of trainer, optim, eval, ..."""
+
+    source: Literal["env", "jsonl"] = "env"  # env: training items of env with their reference answers
+    path: str = ""  # jsonl: a file with {"messages": [{"role": ..., "content": ...}, ...]} a line
+    batch_size: Positive = 128  # conversations an optimizer step, all ranks together
+    max_length: Positive = 1024  # tokens of a conversation; a longer one is an error, never cut
+    export: str = ""  # folder that gets a copy of the last checkpoint's Hugging Face files
 
 
 @dataclass
@@ -224,6 +249,7 @@ class Config:
     env: EnvConfig = field(default_factory=EnvConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)

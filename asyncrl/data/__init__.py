@@ -1,1 +1,1 @@
-"""Data: messages, chat templates, masks, local model folders."""
+"""Conversations: sources, chat templates, which tokens are learnt; tokenizers and local model folders."""

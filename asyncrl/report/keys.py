@@ -55,7 +55,8 @@ LEARNING = (
         "share",
         "mean greedy score on the held-out items; on a line of its own",
     ),
-    M("eval/items", "count", "held-out items scored"),
+    M("eval/loss", "nat", "mode sft: mean negative log-likelihood of a learnt token of the held-out conversations"),
+    M("eval/items", "count", "held-out items evaluated"),
     M("eval/failed", "count", "held-out items without a score (reward failure); they count as 0 in the accuracy"),
     M("eval/seconds", "s", "wall time of the evaluation"),
     M("sample/length_mean", "tokens", "completion tokens a sample, mean over the step"),
@@ -65,7 +66,7 @@ LEARNING = (
 )
 
 TRAINING = (
-    M("train/loss", "1", "policy loss over the global batch"),
+    M("train/loss", "1", "loss over the global batch: the policy loss, in mode sft the mean negative log-likelihood"),
     M("train/grad_norm", "1", "global gradient norm before clipping"),
     M("train/lr", "1", "learning rate of the step"),
     M("train/entropy", "nat", "entropy of the trainer's distribution, mean over trained tokens"),

@@ -97,12 +97,12 @@ class Trainer:
                 sum_gradients(self.parameters, self.mesh)
         report = sums.reduce(self.mesh, local_square_norm(self.parameters), self.sharded, samples)
         report.lr = learning_rate(self.version, self.cfg.trainer.steps, self.cfg.optim)
-        report.skipped = _reason(tokens, report.loss, report.grad_norm)
+        report.skipped = reason_to_skip(tokens, report.loss, report.grad_norm)
         clock.append(time.perf_counter())
         if report.skipped is None:
             before_update()
             clock.append(time.perf_counter())
-            self._update(report)
+            self.update(report)
         else:
             self.skipped[report.skipped] += 1
         self.optimizer.zero_grad(set_to_none=True)
@@ -118,7 +118,8 @@ class Trainer:
         report.gather_wait_s, report.optimizer_s = clock[-2] - clock[1], clock[-1] - clock[-2]
         return report
 
-    def _update(self, report: StepReport) -> None:
+    def update(self, report: StepReport) -> None:
+        """Clips, sets the learning rate and steps the optimizer."""
         scale_gradients(self.parameters, clip_factor(report.grad_norm, self.cfg.optim.clip_norm))
         set_learning_rate(self.optimizer, report.lr)
         self.optimizer.step()
@@ -154,7 +155,7 @@ class Trainer:
         sums.add(batch, loss, logp_M, entropy_M, metrics)
 
 
-def _reason(tokens: int, loss: float, norm: float) -> str | None:
+def reason_to_skip(tokens: int, loss: float, norm: float) -> str | None:
     if tokens == 0:
         return "no_tokens"
     if not math.isfinite(loss):

@@ -1,0 +1,198 @@
+"""Supervised fine-tuning, and the warm start of reinforcement learning.
+
+    conversations -> tokens, answers learnt -> one step on the global batch -> repeat -> checkpoint
+
+With ``model.path=""`` the run first makes a model: a Qwen3 decoder of the size in ``model.new`` with random weights,
+and a tokenizer built from the questions. So one command makes the checkpoint that ships with the repository:
+
+    torchrun launch/train.py +experiment=sft sft.export=asyncrl/assets/qwen3-tiny
+
+The order of the data, the initial weights and every sum depend on the configuration alone: the same command on the
+same machine writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.config.context import RunContext
+from asyncrl.config.errors import RunFailed
+from asyncrl.config.schema import Config
+from asyncrl.data.errors import DataError
+
+if TYPE_CHECKING:
+    from asyncrl.data.chat import Conversation, Tokenizer
+    from asyncrl.data.corpus import Corpus
+    from asyncrl.report.reporter import Reporter
+    from asyncrl.report.summary import Ended
+    from asyncrl.training.metrics import StepReport
+    from asyncrl.training.sft import SftTrainer
+
+TOKENIZER_TEXTS = 512  # training conversations that a new tokenizer is built from
+
+
+def run(cfg: Config, context: RunContext) -> None:
+    """Train as one rank. Raises on any failure, which ends the run; ``RunFailed`` for data that cannot be learnt."""
+    from asyncrl.report.reporter import Reporter
+
+    reporter = Reporter(context.run_dir, cfg) if context.rank == 0 else None
+    ended: Ended = "failed"
+    reason = ""
+    try:
+        train(cfg, context, reporter)
+        ended = "finished"
+    except DataError as error:
+        reason = str(error)
+        raise RunFailed(reason) from error
+    except BaseException as error:
+        ended = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        reason = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if reporter is not None:
+            reporter.finish(reporter.summary(ended, reason))
+
+
+def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> None:
+    from transformers import AutoTokenizer
+
+    from asyncrl.data.corpus import batch_indices, open_corpus
+
+    corpus, heldout = open_corpus(cfg, "train"), open_corpus(cfg, "heldout")
+    assert corpus is not None, "both sources have training conversations"
+    if not cfg.model.path:
+        cfg = with_new_model(cfg, context, corpus)
+    trainer = open_trainer(cfg, context)
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
+    unseen = encoded(heldout, tokenizer, range(len(heldout)), cfg) if heldout else []
+    if reporter is not None:
+        reporter.start_training()
+    if trainer.version == 0:
+        evaluate(trainer, unseen, reporter)
+    while trainer.version < cfg.trainer.steps:
+        indices = batch_indices(len(corpus), trainer.version, cfg.sft.batch_size, cfg.seed)
+        report = trainer.learn(encoded(corpus, tokenizer, indices, cfg))
+        if reporter is not None:
+            reporter.step({"step": report.version, **measured(report)})
+        if due(trainer.version, cfg.eval.every, cfg):
+            evaluate(trainer, unseen, reporter)
+        if due(trainer.version, cfg.checkpoint.every, cfg):
+            trainer.save(context.run_dir / "checkpoints", cfg.checkpoint.keep)
+    if cfg.sft.export and context.rank == 0:
+        export(context.run_dir / "checkpoints", Path(cfg.sft.export))
+
+
+def due(step: int, every: int, cfg: Config) -> bool:
+    """After the last step, and after each ``every`` (0: never)."""
+    return step == cfg.trainer.steps or (every > 0 and step % every == 0)
+
+
+def with_new_model(cfg: Config, context: RunContext, corpus: Corpus) -> Config:
+    """``cfg`` with the path of an untrained model, which rank 0 writes to ``<run>/untrained`` unless it is there."""
+    folder = context.run_dir / "untrained"
+    if context.rank == 0:
+        if not folder.exists():
+            write_new_model(cfg, corpus, folder)
+        context.publish("new_model", str(folder))
+    path = context.await_published("new_model", cfg.deadline.start_s)
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=path))
+
+
+def write_new_model(cfg: Config, corpus: Corpus, folder: Path) -> None:
+    """A Hugging Face folder with random weights and a tokenizer of its own."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from asyncrl.data.tokenizer import build_tokenizer
+
+    conversations = [corpus.conversation(i)[1] for i in range(min(TOKENIZER_TEXTS, len(corpus)))]
+    tokenizer = build_tokenizer([messages[0]["content"] for messages in conversations])
+    new = cfg.model.new
+    torch.manual_seed(cfg.seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=new.hidden_size,
+            num_hidden_layers=new.layers,
+            num_attention_heads=new.heads,
+            num_key_value_heads=new.kv_heads,
+            head_dim=new.head_dim,
+            intermediate_size=new.mlp_size,
+            max_position_embeddings=new.max_positions,
+            # Twice what keeps the sum over hidden_size at unit variance would be too loud, 0.02 learns slower.
+            initializer_range=0.5 / math.sqrt(new.hidden_size),
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+    )
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    temporary.rename(folder)
+
+
+def open_trainer(cfg: Config, context: RunContext) -> SftTrainer:
+    """The trainer of this rank, at its last checkpoint when the run is resumed."""
+    import torch
+
+    from asyncrl.training.mesh import open_mesh
+    from asyncrl.training.model import DTYPES, load_policy
+    from asyncrl.training.sft import SftTrainer
+
+    cuda = torch.cuda.is_available()
+    if context.world_size > 1 or cuda:
+        context.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    mesh = open_mesh(context.rank, context.world_size, shard=cfg.trainer.shard)
+    if mesh.device.type == "cpu":
+        torch.set_num_threads(cfg.trainer.threads)
+    policy = load_policy(cfg.model.path, DTYPES[cfg.trainer.master_dtype], cfg.trainer.logprob_chunk)
+    trainer = SftTrainer(cfg, policy, mesh)
+    if cfg.resume:
+        trainer.load_latest(context.run_dir / "checkpoints")
+    return trainer
+
+
+def encoded(corpus: Corpus, tokenizer: Tokenizer, indices: Iterable[int], cfg: Config) -> list[Conversation]:
+    """Conversations of ``corpus`` as tokens. Raises ``DataError`` for one that cannot be learnt."""
+    from asyncrl.data.chat import encode
+
+    found = []
+    for index in indices:
+        place, messages = corpus.conversation(index)
+        found.append(encode(tokenizer, messages, cfg.sft.max_length, place))
+    return found
+
+
+def evaluate(trainer: SftTrainer, unseen: list[Conversation], reporter: Reporter | None) -> None:
+    """Report the loss on the held-out conversations, if there are any."""
+    if unseen:
+        loss = trainer.loss(unseen)
+        if reporter is not None:
+            reporter.evaluation(trainer.version, {"eval/loss": loss, "eval/items": len(unseen)})
+
+
+def measured(report: StepReport) -> dict[str, float | str]:
+    """A step's figures under their declared keys; those of reinforcement learning are left out."""
+    kept = ("loss", "grad_norm", "lr", "tokens", "samples", "skipped")
+    return {key: value for key, value in report.metrics().items() if key.removeprefix("train/") in kept}
+
+
+def export(checkpoints: Path, target: Path) -> None:
+    """Copy the newest checkpoint's Hugging Face folder to ``target``, replacing what is there."""
+    from asyncrl.training.checkpoint import latest
+    from asyncrl.training.files import publish
+
+    newest = latest(checkpoints)
+    assert newest is not None, "a checkpoint is saved after the last step"
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(newest / "hf", temporary)
+    publish(temporary, target)
