@@ -107,6 +107,7 @@ def write_new_model(cfg: Config, corpus: Corpus, folder: Path) -> None:
     """A Hugging Face folder with random weights and a tokenizer of its own."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     from asyncrl.data.tokenizer import build_tokenizer
 
@@ -124,8 +125,7 @@ def write_new_model(cfg: Config, corpus: Corpus, folder: Path) -> None:
             head_dim=new.head_dim,
             intermediate_size=new.mlp_size,
             max_position_embeddings=new.max_positions,
-            # Twice what keeps the sum over hidden_size at unit variance would be too loud, 0.02 learns slower.
-            initializer_range=0.5 / math.sqrt(new.hidden_size),
+            initializer_range=0.5 / math.sqrt(new.hidden_size),  # the usual 0.02 is for widths of about 1000
             tie_word_embeddings=True,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
@@ -134,6 +134,7 @@ def write_new_model(cfg: Config, corpus: Corpus, folder: Path) -> None:
     )
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
+    disable_progress_bar()
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
     temporary.rename(folder)
