@@ -14,7 +14,7 @@ import zmq
 
 from asyncrl.transport.errors import OutOfStep, ProtocolError, TransportError
 from asyncrl.transport.frames import (
-    MAX_BUFFERS,
+    Ack,
     Buffer,
     ControlFrame,
     DataFrame,
@@ -22,15 +22,14 @@ from asyncrl.transport.frames import (
     Schema,
     checked_ack,
     decode,
-    flat_view,
-    pack_body,
     pack_control,
     pack_data,
 )
 from asyncrl.transport.keys import Keys
 from asyncrl.transport.mailbox import Mailbox
 from asyncrl.transport.owner import SocketOwner
-from asyncrl.transport.session import Credit, Inbox, Item, Session
+from asyncrl.transport.sending import admission, make_item, settling
+from asyncrl.transport.session import Credit, Inbox, Session
 from asyncrl.transport.waiting import Deadline
 
 log = logging.getLogger(__name__)
@@ -119,7 +118,7 @@ class BaseLink:
     def stats(self) -> dict[str, int]:
         """Counters since the start, and what is pending now.
 
-        sent, received, bytes_sent, bytes_received: application messages and their buffers, each counted once.
+        sent, received, bytes_sent, bytes_received: application messages and bytes of buffers, each counted once.
         resent: transmissions again. duplicates: repeats dropped. refused: frames refused here. refused_by_peer: ours
         refused there. credit_stalls: sends that had to wait. gaps: handshakes forced by a break in the numbers.
         unacknowledged, waiting, queued: messages kept for the peers, waiting for credit, waiting for our consumer.
@@ -151,7 +150,7 @@ class BaseLink:
         """Wait until the consumers at the other end are done with everything sent."""
         deadline = Deadline(self.name, deadline_s, self._describe)
         for session in self._all_sessions():
-            future, settle = self._settling()
+            future, settle = settling()
             session.outbox.when_empty(settle)
             await deadline.wait(future, f"{session.name} to acknowledge what was sent")
 
@@ -168,10 +167,10 @@ class BaseLink:
     ) -> None:
         if self._failure is not None:
             raise self._failure
-        item = self._item(kind, header or {}, buffers)
+        item = make_item(self._schema, kind, header or {}, buffers, self._max_frame_bytes)
         acked = None
         if wait == "acked":
-            acked, item.settled = self._settling()
+            acked, item.settled = settling()
         deadline: Deadline | None = None
         if session.outbox.offer(item):
             self._dirty[session] = None
@@ -180,60 +179,16 @@ class BaseLink:
         else:
             self._count["credit_stalls"] += 1
             deadline = Deadline(self.name, deadline_s, self._describe)
-            await self._admission(session, item, kind, deadline)
+            try:
+                await deadline.wait(admission(item), f"credit from {session.name} to send {kind}")
+            finally:
+                session.outbox.withdraw(item)  # nothing, if it was admitted
+            self._touch(session)
         self._count["sent"] += 1
-        self._count["bytes_sent"] += item.size
+        self._count["bytes_sent"] += item.size - len(item.body)
         if acked is not None:
             deadline = deadline or Deadline(self.name, deadline_s, self._describe)
             await deadline.wait(acked, f"{session.name} to acknowledge {kind}")
-
-    def _item(self, kind: str, header: dict[str, Any], buffers: Sequence[Buffer]) -> Item:
-        if not buffers:
-            self._schema.check(kind, header, 0)
-            return Item(pack_body(kind, header, []), ())
-        views = tuple(flat_view(b, i) for i, b in enumerate(buffers))
-        self._schema.check(kind, header, len(views))
-        if len(views) > MAX_BUFFERS:
-            raise ProtocolError(f"{kind}: {len(views)} buffers; the limit is {MAX_BUFFERS}")
-        for i, view in enumerate(views):
-            if view.nbytes > self._max_frame_bytes:
-                raise ProtocolError(f"{kind}: buffer {i} has {view.nbytes} bytes; the limit is {self._max_frame_bytes}")
-        return Item(pack_body(kind, header, [v.nbytes for v in views]), views)
-
-    @staticmethod
-    def _settling() -> tuple[asyncio.Future[None], Callable[[TransportError | None], None]]:
-        """A future and the callback that settles it, with None for success."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def settle(error: TransportError | None) -> None:
-            if future.done():
-                return
-            if error is None:
-                future.set_result(None)
-            else:
-                future.set_exception(error)
-
-        return future, settle
-
-    async def _admission(self, session: Session, item: Item, kind: str, deadline: Deadline) -> None:
-        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        when_settled = item.settled
-
-        def admit() -> None:
-            if not admitted.done():
-                admitted.set_result(None)
-            item.settled = when_settled
-            self._touch(session)
-
-        def fail(error: TransportError | None) -> None:
-            if not admitted.done() and error is not None:
-                admitted.set_exception(error)
-
-        item.admitted, item.settled = admit, fail
-        try:
-            await deadline.wait(admitted, f"credit from {session.name} to send {kind}")
-        finally:
-            session.outbox.withdraw(item)  # nothing, if it was admitted
 
     # -- driven by the owner ------------------------------------------------------------------------------------------
 
@@ -268,17 +223,15 @@ class BaseLink:
             return
         session.last_heard = self._clock()
         if frame.ack is not None:
-            session.outbox.acknowledge(frame.ack)
-            self._dirty[session] = None
-        size = sum(b.nbytes for b in buffers)
+            self._acknowledge(session, frame.ack)
+        size = sum(b.nbytes for b in buffers) if buffers else 0
         inbox = session.inbox
         if not inbox.accept(frame.seq, size):
             self._count["duplicates"] += 1
             return
         try:
-            for i, (buffer, length) in enumerate(zip(buffers, frame.lengths, strict=True)):
-                if buffer.nbytes != length:
-                    raise ProtocolError(f"{frame.kind}: buffer {i} has {buffer.nbytes} bytes, not {length!r:.40}")
+            if buffers and [b.nbytes for b in buffers] != frame.lengths:
+                raise ProtocolError(f"{frame.kind}: buffers of other lengths than announced")
             self._schema.check(frame.kind, frame.header, len(buffers))
         except ProtocolError as error:
             inbox.done(frame.seq)
@@ -286,9 +239,15 @@ class BaseLink:
             self._dirty[session] = None
             self.on_bad_frame(route, error)
             return
-        self._count["received"] += 1
-        self._count["bytes_received"] += size
+        count = self._count
+        count["received"] += 1
+        count["bytes_received"] += size
         self._mailbox.put(Message(frame.kind, frame.header, tuple(buffers), session.name, inbox.stream, frame.seq))
+
+    def _acknowledge(self, session: Session, ack: Ack) -> None:
+        session.outbox.acknowledge(ack)
+        if session.outbox.has_sendable:
+            self._dirty[session] = None
 
     def _on_control(self, route: bytes, frame: ControlFrame) -> None:
         if frame.kind in ("hello", "welcome", "reset", "denied"):
@@ -301,8 +260,7 @@ class BaseLink:
             return
         session.last_heard = self._clock()
         if frame.kind == "ack":
-            session.outbox.acknowledge(checked_ack(**frame.header))
-            self._dirty[session] = None
+            self._acknowledge(session, checked_ack(**frame.header))
         elif frame.kind == "refused":
             error = ProtocolError(f"{session.name} refused a message: {frame.header['reason']}")
             self._count["refused_by_peer"] += 1

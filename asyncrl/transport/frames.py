@@ -156,8 +156,7 @@ def _control_frame(fields: list[Any], n_buffers: int) -> ControlFrame:
 
 def checked_ack(floor: Any, above: list[Any]) -> Ack:
     """An acknowledgement whose numbers are numbers."""
-    check_numbers([floor], "ack")
-    check_numbers(above, "ack")
+    check_numbers((floor, *above), "ack")
     return Ack(floor, above)
 
 

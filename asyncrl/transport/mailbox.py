@@ -45,16 +45,15 @@ class Mailbox:
         while not self._messages:
             if self._error is not None:
                 raise self._error
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            waiter = deadline.loop.create_future()
             self._waiters.append(waiter)
             try:
                 await deadline.wait(waiter, reason)
-            except asyncio.CancelledError:
-                self._wake_one()  # a message may have been meant for this waiter
-                raise
-            finally:
+            except BaseException:
                 with contextlib.suppress(ValueError):
                     self._waiters.remove(waiter)
+                self._wake_one()  # a message may have been meant for this waiter
+                raise
         return self._messages.popleft()
 
     def _wake_one(self) -> None:

@@ -46,7 +46,9 @@ class SocketOwner:
         self._router = False
         self._beside: list[zmq.Socket[bytes]] = []
         self._scheduled = False
-        self._flushed = False
+        self._flushed = False  # one flush a step
+        self._input_left = True
+        self._sent = False
         self._tick_due = False
         self._timer = self._loop.call_later(tick_s, self._on_timer)
 
@@ -54,7 +56,8 @@ class SocketOwner:
         """Own this socket from now on."""
         self._socket = socket
         self._router = socket.type == zmq.ROUTER
-        self._loop.add_reader(socket.fileno(), self._step)
+        self._input_left = True
+        self._loop.add_reader(socket.fileno(), self._guarded, self._receive_and_transmit)
         self.wake()
 
     def adopt_beside(self, socket: zmq.Socket[bytes], serve: Callable[[], None]) -> None:
@@ -75,27 +78,29 @@ class SocketOwner:
     def stop(self, linger_ms: int) -> None:
         """Transmit once more and end."""
         self._timer.cancel()
-        self._step()
+        self._guarded(self._receive_and_transmit)
         self.release(linger_ms)
 
     def wake(self) -> None:
-        """Something has to be sent, this turn or the next."""
+        """Something has to be sent, next turn."""
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._step)
 
     def flush(self) -> None:
-        """Transmit now; from the second call between two steps on, the next step will: a burst stays a burst."""
-        if not self._flushed:
+        """Something has to be sent, at once; but what comes in a burst is left to the next step."""
+        if self._flushed:
+            self.wake()
+        else:
             self._flushed = True
-            self._guarded(self._link.transmit)
-        self.wake()  # sending may have swallowed the edge that announced input
+            self._guarded(self._transmit)
 
     def send(self, route: bytes, envelope: bytes, buffers: Sequence[memoryview] = ()) -> bool:
         """Hand one message to ZeroMQ; False if the route is no longer connected. Only for ``Link.transmit``."""
         socket = self._socket
         if socket is None:
             return False
+        self._sent = True
         try:
             if self._router:
                 socket.send(route, MORE)
@@ -118,7 +123,8 @@ class SocketOwner:
         self.wake()
 
     def _step(self) -> None:
-        self._guarded(self._receive_and_transmit)
+        self._scheduled = self._flushed = False
+        self._guarded(self._receive_and_transmit if self._input_left else self._transmit)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
@@ -129,36 +135,38 @@ class SocketOwner:
             self._on_crash(error)
 
     def _receive_and_transmit(self) -> None:
-        self._scheduled = self._flushed = False
-        if self._has_input():
-            self._receive()
+        self._input_left = self._receive()
+        self._flushed = False
+        self._transmit()
+        if self._input_left:
+            self.wake()
+
+    def _transmit(self) -> None:
         if self._tick_due:
             self._tick_due = False
             self._link.tick()
         self._link.transmit()
-        if self._has_input():
-            self.wake()
+        if self._sent:
+            self._sent = False
+            if self._has_input():  # sending may have swallowed the edge that announced it
+                self._input_left = True
+                self.wake()
 
     def _has_input(self) -> bool:
         socket = self._socket
         return socket is not None and bool(int(socket.get(EVENTS)) & POLLIN)
 
-    def _receive(self) -> None:
+    def _receive(self) -> bool:
+        """Receive a burst; whether there may be more."""
         for i in range(BURST):
             socket = self._socket  # the link may replace it in on_frame
             if socket is None or (i == 1 and not self._has_input()):  # a lone message is spared the exception
-                return
+                return False
             try:
+                route = socket.recv(NOBLOCK) if self._router else b""  # ROUTER puts it before the message's parts
                 frame = socket.recv(NOBLOCK, copy=False)
             except zmq.Again:
-                return
-            route = b""
-            if self._router:
-                route = frame.bytes
-                if not frame.more:
-                    self._link.on_bad_frame(route, ProtocolError("an empty message"))
-                    continue
-                frame = socket.recv(NOBLOCK, copy=False)
+                return False
             envelope = frame.buffer
             buffers: list[memoryview] = []
             count = 0
@@ -171,3 +179,4 @@ class SocketOwner:
                 self._link.on_bad_frame(route, ProtocolError(f"{count} buffers; the limit is {MAX_BUFFERS}"))
             else:
                 self._link.on_frame(route, envelope, buffers)
+        return True

@@ -85,7 +85,7 @@ class Item:
 
     def __init__(self, body: bytes, buffers: tuple[memoryview, ...]) -> None:
         self.body, self.buffers = body, buffers
-        self.size = len(body) + sum(b.nbytes for b in buffers)
+        self.size = len(body) + (sum(b.nbytes for b in buffers) if buffers else 0)
         self.seq = 0
         self.flying = False  # on the present connection, or known to be held by the peer
         self.sends = 0  # on any connection so far
@@ -153,14 +153,18 @@ class Outbox:
 
     def acknowledge(self, ack: Ack) -> None:
         """The peer is done with these numbers."""
-        if ack.floor > self.last or any(n > self.last for n in ack.above):
-            raise OutOfStep(f"stream {self.stream}: number {max(ack.floor, *ack.above, 0)} was never sent")
-        for seq in range(self.floor + 1, ack.floor + 1):
+        floor, above = ack
+        highest = max(floor, *above) if above else floor
+        if highest > self.last:
+            raise OutOfStep(f"stream {self.stream}: number {highest} was never sent")
+        for seq in range(self.floor + 1, floor + 1):
             self._settle(seq, None)
-        self.floor = max(self.floor, ack.floor)
-        for seq in ack.above:
+        if floor > self.floor:
+            self.floor = floor
+        for seq in above:
             self._settle(seq, None)
-        self._admit_waiting()
+        if self._waiting:
+            self._admit_waiting()
 
     def refuse(self, seq: int, error: ProtocolError) -> None:
         """The peer took the number and threw the message away."""

@@ -17,22 +17,20 @@ class Deadline:
     def __init__(self, owner: str, seconds: float | None, detail: Callable[[], str] | None = None) -> None:
         """``detail()`` is asked on expiry and ends up in the error."""
         self.owner, self.seconds, self._detail = owner, seconds, detail
-        self._loop = asyncio.get_running_loop()
-        self._expires = 0.0 if seconds is None else self._loop.time() + seconds
+        self.loop = asyncio.get_running_loop()
+        self._expires = 0.0 if seconds is None else self.loop.time() + seconds
 
     async def wait(self, future: asyncio.Future[T], reason: str) -> T:
         """The future's result, or ``DeadlineExpired``."""
-        seconds = self.seconds
-        if seconds is None:
+        if self.seconds is None:
             return await future
-
-        def expire() -> None:
-            if not future.done():
-                detail = self._detail() if self._detail else ""
-                future.set_exception(DeadlineExpired(self.owner, seconds, reason, detail))
-
-        timer = self._loop.call_at(self._expires, expire)
+        timer = self.loop.call_at(self._expires, self._expire, future, reason)
         try:
             return await future
         finally:
             timer.cancel()
+
+    def _expire(self, future: asyncio.Future[T], reason: str) -> None:
+        if not future.done():
+            detail = self._detail() if self._detail else ""
+            future.set_exception(DeadlineExpired(self.owner, self.seconds or 0.0, reason, detail))

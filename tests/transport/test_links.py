@@ -275,13 +275,17 @@ def test_silence_is_death_and_the_same_process_may_come_back() -> None:
         await dialer.start()
         await dialer.send("number", {"x": 1})
         held = await take(listener, "number")
+        acked = asyncio.create_task(listener.send("gen/0", "number", {"x": 0}, wait="acked", deadline_s=LONG))
+        assert (await take(dialer, "number")).header == {"x": 0}
         for step in range(1, 6000):  # small steps: a jump would look like an absence of our own
             clock["skew"] = step * 0.01
             listener.tick()
             if not listener.peers:
                 break
         left = await take(listener, "$left")
-        assert "not heard for" in left.header["reason"] and step > 4900
+        assert "not heard for" in left.header["reason"] and left.header["unacknowledged"] == 1 and step > 4900
+        with pytest.raises(PeerLost, match="controller lost gen/0: not heard for"):
+            await acked
         await dialer.send("number", {"x": 2})  # it lives after all: asked to start over, it dials again
         assert (await take(listener, "$joined")).session == held.session
         second = await take(listener, "number")
@@ -326,8 +330,10 @@ def test_a_newer_process_takes_the_name_and_an_older_one_does_not() -> None:
             await first.send("number", {"x": 2})
             await second.send("number", {"x": 3})
             assert (await take(listener, "number")).header == {"x": 3}
-            with pytest.raises(DeadlineExpired, match="a newer process is here as gen/0"):
-                await first.flush(deadline_s=1)
+            while "newer" not in first.last_refusal:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            with pytest.raises(DeadlineExpired, match="last refusal: a newer process is here as gen/0"):
+                await first.flush(deadline_s=0.1)
             await first.close()
             await second.close()
 
@@ -450,5 +456,56 @@ def test_a_port_in_use_is_named_and_nothing_is_left_behind() -> None:
                 await second.start()
             with pytest.raises(RuntimeError, match="started before"):
                 await second.start()
+
+    run(test)
+
+
+@pytest.mark.parametrize(("with_cursor", "expected"), [(False, [1, 3, 4, 5]), (True, [3, 4, 5])])
+def test_a_restarted_listener_gets_what_its_predecessor_was_not_done_with(
+    with_cursor: bool, expected: list[int]
+) -> None:
+    async def test() -> None:
+        first = Listener("controller", SCHEMA)
+        endpoint = await first.start()
+        async with Dialer("gen/0", SCHEMA, endpoint, events=True) as dialer:
+            joined = await take(dialer, "$joined")
+            for x in range(1, 5):
+                await dialer.send("number", {"x": x})
+            messages = [await take(first, "number") for _ in range(4)]
+            first.done(messages[1])
+            while dialer.stats()["unacknowledged"] > 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await first.close()  # as good as killed: nothing else was acknowledged
+            cursors = {("gen/0", dialer.session): 2} if with_cursor else None
+            async with Listener("controller", SCHEMA, address=endpoint, cursors=cursors) as second:
+                assert (await take(dialer, "$left")).header["unacknowledged"] == 3
+                rejoined = await take(dialer, "$joined")
+                assert rejoined.session != joined.session
+                await dialer.send("number", {"x": 5})
+                for x in expected:
+                    message = await take(second, "number", auto_done=True)
+                    assert (message.header["x"], message.seq, message.session) == (x, x, dialer.session)
+                await dialer.flush(deadline_s=LONG)
+                assert dialer.stats()["resent"] == len(expected) - 1
+
+    run(test)
+
+
+def test_a_failing_owner_tells_everyone_who_waits() -> None:
+    async def test() -> None:
+        async with Listener("controller", SCHEMA) as listener, Dialer("gen/0", SCHEMA, listener.endpoint) as dialer:
+            await take(listener, "$joined")
+            waiting = asyncio.create_task(take(listener, "number"))
+            await asyncio.sleep(0)
+
+            def broken(*_: Any) -> None:
+                raise ZeroDivisionError("a defect")
+
+            listener._on_data = broken  # type: ignore[method-assign]
+            await dialer.send("number", {"x": 1})
+            with pytest.raises(TransportError, match="controller: the socket's owner failed: ZeroDivisionError"):
+                await waiting
+            with pytest.raises(TransportError, match="owner failed"):
+                await listener.send("gen/0", "number", {"x": 1})
 
     run(test)
