@@ -22,8 +22,8 @@ class Dialer(BaseLink):
     """Connects to one Listener, and again whenever the connection is lost, for as long as it is open.
 
     When the listener says goodbye, waits end with ``PeerLost`` until another listener answers at the endpoint. With
-    ``events`` set ``recv`` reports that instead: ``"$left"`` (header: session, reason, unacknowledged), and ``"$joined"``
-    (header: session) when a listener process, the first or a restarted one, takes up the conversation.
+    ``events`` set ``recv`` reports that instead: ``"$left"`` (header: session, reason, unacknowledged), and
+    ``"$joined"`` (header: session) when a listener, the first or a restarted one, takes up the conversation.
     """
 
     def __init__(
@@ -131,12 +131,9 @@ class Dialer(BaseLink):
         self._gone = PeerLost(f"{self.name} lost {session.name}: {reason}")
         session.outbox.interrupt(self._gone)
         if self._events:
-            header = {
-                "session": session.inbox.stream,
-                "reason": reason,
-                "unacknowledged": session.outbox.unacknowledged,
-            }
-            self._mailbox.put(Message("$left", header, (), session.name, session.inbox.stream))
+            stream, kept = session.inbox.stream, session.outbox.unacknowledged
+            header = {"session": stream, "reason": reason, "unacknowledged": kept}
+            self._mailbox.put(Message("$left", header, (), session.name, stream))
         else:
             self._mailbox.fail(self._gone)
         self._lost_connection()
