@@ -31,6 +31,8 @@ def recover_run(conductor: Conductor, checkpoint: int) -> None:
         desk.decide(group)  # the end may have come between its last score and this
     for pending in found.pending:
         desk.restore(_group(pending, desk.prompts.item), set(pending.missing))
+    if found.version:
+        desk.evaluated.add(0)  # the start was evaluated before the first group was admitted
     text = f"resumed from version {checkpoint}; {found.version - checkpoint} batches applied again"
     if found.lost:
         text += f"; {len(found.lost)} groups could not be read and are generated again"
