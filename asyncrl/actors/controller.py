@@ -92,7 +92,14 @@ async def opened(
     from asyncrl.rollouts.ledger import Ledger
 
     prompts = PromptSource(cfg, AutoTokenizer.from_pretrained(cfg.model.path))
-    meta = {"seed": cfg.seed, "groups": cfg.batch.groups, "group_size": cfg.batch.group_size, **prompts.fingerprints}
+    meta = {
+        "seed": cfg.seed,
+        "groups": cfg.batch.groups,
+        "group_size": cfg.batch.group_size,
+        "max_staleness": cfg.staleness.max_steps,
+        "window": cfg.staleness.window,
+        **prompts.fingerprints,
+    }
     outbox = Outbox(listener)
     with Ledger(run_dir / "ledger", meta) as ledger:
         async with RewardPool(cfg.env, cfg.reward) as rewards:

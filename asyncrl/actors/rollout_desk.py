@@ -26,6 +26,7 @@ from asyncrl.envs.rewards import RewardPool
 from asyncrl.rollouts.ledger import Ledger
 from asyncrl.rollouts.slots import Slots
 from asyncrl.rollouts.types import Group, Prompt, Sample
+from asyncrl.rollouts.validate import defect
 
 Post = Callable[[Callable[[], None]], None]
 
@@ -99,6 +100,7 @@ class RolloutDesk:
             return
         self.progress.generated(len(sample.token_ids))
         self.progress.generator_load(generator, self.fleet.load(generator))
+        sample.failure = sample.failure or defect(sample, self.slots.version)
         sample.text = self.prompts.text(sample.token_ids)
         if sample.ordinal < 0 and sample.failure is not None:
             self._evaluation_scored(sample)
@@ -128,11 +130,12 @@ class RolloutDesk:
         self.tasks.create_task(score())
 
     def _group_scored(self, group: Group, samples: list[Sample]) -> None:
-        for sample in samples:
-            self.ledger.scored(sample.ordinal, sample.index, reward=sample.reward, failure=sample.failure)
+        for sample in group.samples:
             self._outcomes.append(sample.failure)
             if sample.failure is not None:
                 self.reward_failures[_kind(sample.failure)] += 1
+        for sample in samples:
+            self.ledger.scored(sample.ordinal, sample.index, reward=sample.reward, failure=sample.failure)
         self._check_failures()
         self.decide(group)
 

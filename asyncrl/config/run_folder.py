@@ -30,7 +30,7 @@ LAUNCH_FILE = "launch.json"
 MAX_NAME = 120
 
 # A resumed run trains again on what its ledger holds; with another value here that would no longer be the same run.
-FIXED_ON_RESUME = ("mode", "seed", "model.path", "env", "batch", "sampling.temperature")
+FIXED_ON_RESUME = ("mode", "seed", "model.path", "env", "batch", "staleness", "sampling.temperature")
 
 
 def choose_run_dir(config: Config, sweep: Path | None = None, job: int = 0, overrides: Sequence[str] = ()) -> Path:
