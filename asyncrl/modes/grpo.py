@@ -57,9 +57,11 @@ def train(cfg: Config, context: RunContext, controller: str) -> None:
 
 
 def _obey(cfg: Config, context: RunContext, trainer: Trainer, publisher: WeightPublisher, link: BlockingDialer) -> None:
+    # The controller knows what it waits for and ends the run in time; this only backs it up.
+    patience_s = cfg.deadline.start_s + cfg.deadline.batch_s
     while True:
         waiting_since = time.monotonic()
-        command = link.recv(deadline_s=cfg.deadline.batch_s, waiting_for="the controller's next command")
+        command = link.recv(deadline_s=patience_s, waiting_for="the controller's next command")
         waited = time.monotonic() - waiting_since
         match command.kind:
             case "batch":

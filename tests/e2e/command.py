@@ -6,6 +6,7 @@ counts letters of its answer, so that groups have variance without any training.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,10 +15,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from asyncrl.config.processes import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
@@ -41,7 +45,7 @@ def settings(run_dir: Path, **more: Any) -> list[str]:
         "generator.threads": 1,
         "checkpoint.every": 2,
         "report.wandb.enabled": "false",
-        "deadline.start_s": 120,
+        "deadline.start_s": 180,
         "deadline.batch_s": 90,
         **{key.replace("__", "."): value for key, value in more.items()},
     }
@@ -66,6 +70,7 @@ class Launch:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=partial(die_with_parent, signal.SIGKILL, os.getpid()),
                 env={**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"},
                 cwd=log.parent,
             )
@@ -78,8 +83,10 @@ class Launch:
             raise AssertionError(f"the run did not end in {LIMIT_S:g} s:\n{self.output}") from None
 
     def kill(self) -> None:
-        for process in [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]:
-            process.kill()
+        """SIGKILL to every process of the run."""
+        for process in [psutil.Process(self.process.pid), *self.descendants()]:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it died with its parent
+                process.kill()
 
     @property
     def output(self) -> str:

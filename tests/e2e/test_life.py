@@ -57,15 +57,12 @@ def test_a_killed_generator_is_replaced_while_training_goes_on(tmp_path):
 
 @pytest.mark.parametrize("victim", ["rank", "controller", "torchrun", "supervisor"])
 def test_a_death_ends_the_run_in_time_and_leaves_no_process(tmp_path, victim):
-    launch, run_dir = started(tmp_path, 2)
-    words = {"rank": "launch/train.py", "controller": "asyncrl.actors.controller", "supervisor": "actors.supervisor"}
+    launch, _ = started(tmp_path, 2)
     everything = launch.descendants()
     if victim == "torchrun":
         launch.process.kill()
-    elif victim == "rank":
-        next(p for p in everything if "train.py" in " ".join(p.cmdline())).kill()
     else:
-        launch.child(words[victim]).kill()
+        launch.child("launch/train.py" if victim == "rank" else f"asyncrl.actors.{victim}").kill()
     assert not gone(everything, END_S)
     assert launch.wait() != 0
     if victim == "controller":
