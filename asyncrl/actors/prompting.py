@@ -54,9 +54,10 @@ class PromptSource:
         return self._tokenise(self._train.item(index))
 
     def heldout(self) -> list[Prompt]:
+        """The held-out prompts that fit; none with ``env.heldout_size=0``."""
         prompts = [self._tokenise(self._heldout.item(index)) for index in range(len(self._heldout))]
         fitting = [p for p in prompts if len(p.token_ids) <= self._room]
-        if not fitting:
+        if prompts and not fitting:
             raise RunFailed(f"no held-out prompt fits {self._room} tokens; raise generator.max_model_len")
         return fitting
 

@@ -256,7 +256,11 @@ class RolloutDesk:
         settled = all(engine.version == version for engine in self.fleet.live)
         if self.evaluation is not None or version in self.evaluated or not due or not settled:
             return
-        self.evaluation = Evaluation.of(version, self.prompts.heldout())
+        prompts = self.prompts.heldout()
+        if not prompts:
+            self.evaluated.add(version)
+            return
+        self.evaluation = Evaluation.of(version, prompts)
         self._evaluation_began = time.monotonic()
         for ordinal in self.evaluation.prompts:
             self._dispatch(ordinal, {0})

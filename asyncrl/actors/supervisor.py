@@ -83,6 +83,7 @@ def supervise(cfg: Config, run_dir: Path, node: int, ranks: int, ready_fd: int) 
             "asyncrl.actors.controller",
             ["--config", str(config), "--ranks", str(ranks), "--ready-fd", str(write_end)],
             pass_fds=[write_end],
+            extra_env={"PYTHONHASHSEED": "0"},  # some reasoning-gym tasks draw their items from the order of a set
         )
         os.close(write_end)
         line = read_line(read_end, deadline_s=CONTROLLER_START_S, what="the controller's endpoint")
