@@ -10,6 +10,8 @@ Invariants:
 Facts of vLLM that this file works around, each for a measured reason:
 - on a CPU the engine's processes are forked, not spawned, and the worker lives in EngineCore: 3 s instead of 20 s;
 - OpenMP threads that spin at barriers cost a factor of ten beside a trainer on the same cores: OMP_WAIT_POLICY=PASSIVE;
+- even an eager engine compiles a helper of its sampler, with a C++ compiler, in its first step: 2.5 s, so
+  TORCHDYNAMO_DISABLE=1 on a CPU;
 - a seeded request dies on a CPU when its prompt is prefilled in chunks (a CPU generator has no offset to rewind), so
   chunked prefill is off there.
 """
@@ -79,6 +81,8 @@ def prepare_environment(cfg: GeneratorConfig, name: str) -> None:
     fixed = {"ASYNCRL_GENERATOR": name}
     if is_cpu_build():
         fixed |= {"OMP_NUM_THREADS": str(cfg.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        if cfg.enforce_eager:
+            fixed["TORCHDYNAMO_DISABLE"] = "1"
         if cfg.tensor_parallel == 1:  # lets the worker live in EngineCore, see vllm/platforms/cpu.py
             fixed["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for key, value in defaults.items():

@@ -51,6 +51,6 @@ class VersionSpans:
         ours = self.per_token(count)
         theirs = np.full(count, -1, np.int32)
         for label, start, end in reported:
-            theirs[start:end] = int(label)
+            theirs[start:end] = int(label) if label.isdecimal() else -1
         if not np.array_equal(ours, theirs):
             raise VersionDisagreement(f"the engine reports {list(reported)}, the boundaries say {self._starts}")

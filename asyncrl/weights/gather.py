@@ -102,13 +102,19 @@ class Gatherer:
             if mine:
                 dist.send(_pack(mine.values()), self._global(0), group=self._group)
             return None
-        first, last = self.manifest.specs[bucket[0]], self.manifest.specs[bucket[-1]]
-        stream = torch.zeros(last.offset + last.nbytes - first.offset, dtype=torch.uint8, device=self._device)
+        origin = self.manifest.specs[bucket[0]].offset
+        stream = torch.zeros(self.bucket_bytes(bucket), dtype=torch.uint8, device=self._device)
         for i, block in mine.items():
-            self._place(stream, first.offset, i, 0, block)
+            self._place(stream, origin, i, 0, block)
         for peer in range(1, self.world):
-            self._receive(peer, bucket, stream, first.offset)
+            self._receive(peer, bucket, stream, origin)
         return stream.cpu()
+
+    def bucket_bytes(self, bucket: range) -> int:
+        """Length of a bucket's part of the stream, the padding up to the next bucket included."""
+        specs = self.manifest.specs
+        end = specs[bucket.stop].offset if bucket.stop < len(specs) else self.manifest.nbytes
+        return end - specs[bucket.start].offset
 
     def shard_digests(self) -> list[int] | None:
         """Digests of the bytes gathered since the last call, summed over shards; rank 0 gets them, others None."""

@@ -80,7 +80,10 @@ class Manifest:
     def from_bytes(cls, data: bytes | memoryview) -> Manifest:
         """Raises ``ProtocolError`` for anything that ``to_bytes`` would not write."""
         try:
-            return cls.of(_checked(row) for row in json.loads(bytes(data)))
+            rows = json.loads(bytes(data))
+            if not isinstance(rows, list):
+                raise ValueError(f"{rows!r:.100}")
+            return cls.of(_checked(row) for row in rows)
         except (ValueError, TypeError) as error:
             raise ProtocolError(f"not a manifest of weights: {error}") from error
 

@@ -268,8 +268,8 @@ class _Sender:
         specs = self._gatherer.manifest.specs
         sent: list[int] = []
         for bucket in self._gatherer.buckets:
-            origin = specs[bucket[0]].offset
-            self._make_room(specs[bucket[-1]].offset + specs[bucket[-1]].nbytes - origin)
+            origin = specs[bucket.start].offset
+            self._make_room(self._gatherer.bucket_bytes(bucket))
             stream = self._gatherer.gather(bucket, self._job.locals)
             assert stream is not None
             if self._gatherer.world > 1:

@@ -31,9 +31,13 @@ class EngineFailed(RuntimeError):
 
 @dataclass
 class Engine:
-    """One generator's links. Complete once its frontend and all its workers are here."""
+    """One generator's links. Complete once its frontend and all its workers are here.
+
+    ``failed`` ends with the error that the engine reported or that cut a link, and never otherwise.
+    """
 
     name: str
+    failed: asyncio.Future[None]
     expected: int = 0
     frontend: str = ""
     workers: dict[int, str] = field(default_factory=dict)
@@ -104,7 +108,9 @@ class Subscribers:
 
     def _subscribe(self, peer: str, header: dict[str, Any]) -> None:
         name = header["generator"]
-        engine = self._engines.setdefault(name, Engine(name))
+        engine = self._engines.get(name)
+        if engine is None:
+            engine = self._engines[name] = Engine(name, asyncio.get_running_loop().create_future())
         engine.version = -1  # whatever is new about it, it holds none of this publisher's versions
         if header["role"] == "frontend":
             engine.frontend = peer
@@ -183,7 +189,7 @@ class Subscribers:
 
     async def _each(self, engines: list[Engine], work: Callable[[Engine], Awaitable[None]], what: str) -> list[Engine]:
         """Run ``work`` for all engines at once, drop those for which it fails, return the others."""
-        results = await asyncio.gather(*(work(engine) for engine in engines), return_exceptions=True)
+        results = await asyncio.gather(*(_unless_failed(engine, work) for engine in engines), return_exceptions=True)
         kept = []
         for engine, result in zip(engines, results, strict=True):
             if result is None:
@@ -238,11 +244,19 @@ class Subscribers:
     def _fail(self, peer: str, error: Exception) -> None:
         """End every wait for the engine of ``peer``."""
         engine = self._engine_of.get(peer)
-        peers = {peer} if engine is None else set(engine.peers)
-        for (who, _, _), future in list(self._answers.items()):
-            if who in peers and not future.done():
-                future.set_exception(error)
-                future.exception()  # seen, even if the wait for it has not begun
+        if engine is not None and not engine.failed.done():
+            engine.failed.set_exception(error)
+            engine.failed.exception()  # noticed, even if no wait for it begins
+
+
+async def _unless_failed(engine: Engine, work: Callable[[Engine], Awaitable[None]]) -> None:
+    """``work(engine)``, cut short by the engine's failure."""
+    task = asyncio.ensure_future(work(engine))
+    await asyncio.wait({task, engine.failed}, return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+        task.cancel()
+        await engine.failed
+    await task
 
 
 class Hub:
