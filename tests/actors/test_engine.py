@@ -1,0 +1,54 @@
+"""What an engine decides without vLLM: seeds, stop ids, environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from asyncrl.actors.engine import is_cpu_build, prepare_environment, sample_seed, stop_token_ids
+from asyncrl.config.schema import GeneratorConfig
+
+
+def test_seeds_differ_and_stay():
+    seeds = {sample_seed(s, o, i) for s in range(3) for o in range(-5, 5) for i in range(8)}
+    assert len(seeds) == 3 * 10 * 8 and all(0 <= s < 2**63 for s in seeds)
+    assert sample_seed(1, 2, 3) == 1138364116778193076
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"config.json": {"eos_token_id": 5}}, [5]),
+        ({"config.json": {"eos_token_id": 5}, "generation_config.json": {"eos_token_id": [7, 8]}}, [7, 8]),
+        ({"config.json": {"eos_token_id": 5}, "generation_config.json": {}}, [5]),
+    ],
+)
+def test_stop_ids(tmp_path, files, expected):
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert stop_token_ids(tmp_path) == expected
+
+
+def test_a_model_that_never_stops_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
+    with pytest.raises(ValueError, match="has an eos_token_id"):
+        stop_token_ids(tmp_path)
+
+
+def test_environment(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "ACTIVE"})
+    prepare_environment(GeneratorConfig(threads=3), "generator/5")
+    assert os.environ["ASYNCRL_GENERATOR"] == "generator/5"
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE", "a user's choice stays"
+    if is_cpu_build():
+        assert os.environ["OMP_NUM_THREADS"] == "3"
+        assert os.environ["TORCHDYNAMO_DISABLE"] == "1" and os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+def test_torch_is_not_imported_before_the_environment_is_set():
+    code = "import sys, asyncrl.actors.generator; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
