@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -89,7 +87,7 @@ def test_bf16_compute_keeps_fp32_masters_and_resumes(tmp_path, world_of_one):
     other.step([samples])
     assert relative(weights(other), weights(trainer)) < 1e-9
     cpu = Trainer(tiny_run(path, "float32"), prepare(tiny_lm(), torch.float32), open_mesh(0, 1, torch.device("cpu")))
-    want = cpu.step([copy.copy(s) for s in samples])
+    want = cpu.step([samples])
     assert report.loss == pytest.approx(want.loss, abs=0.02)
     assert report.grad_norm == pytest.approx(want.grad_norm, rel=0.05)
 
