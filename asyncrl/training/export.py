@@ -57,8 +57,7 @@ def gather_files(
     for name, p in parameters:
         whole = p.full_tensor() if isinstance(p, DTensor) else p
         if owner[name] % world_size == rank:
-            # A copy always: the checkpoint must not change with the next step, nor live weights with the checkpoint.
-            mine.setdefault(owner[name], {})[name] = whole.detach().to("cpu", dtype, copy=True).contiguous()
+            mine.setdefault(owner[name], {})[name] = whole.detach().to("cpu", dtype).contiguous()
     return mine
 
 

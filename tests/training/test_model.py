@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.training.errors import ModelError
 from asyncrl.training.model import load_policy, prepare
-from tests.training.tiny import tiny_folder, tiny_lm
+from asyncrl.training.packing import pack
+from tests.training.tiny import make_samples, tiny_folder, tiny_lm
 
 
 @pytest.fixture
@@ -90,3 +91,9 @@ def test_tying_is_read_from_the_config(tmp_path):
     names = [n for n, _ in policy.lm.named_parameters()]
     assert "lm_head.weight" in names
     assert policy.lm.lm_head.weight is not policy.lm.model.embed_tokens.weight
+
+
+def test_dropout_in_the_config_does_not_touch_log_probs():
+    batch = pack(make_samples(), 0, torch.device("cpu"))
+    plain, dropping = (prepare(tiny_lm(attention_dropout=p).train(), torch.float32)(batch, 1.0)[0] for p in (0.0, 0.5))
+    assert torch.equal(plain, dropping)
