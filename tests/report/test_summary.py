@@ -1,3 +1,4 @@
+import json
 import os
 
 import pytest
@@ -24,6 +25,15 @@ def test_a_failed_write_leaves_the_old_file_whole_and_no_temporary_one(tmp_path,
         Summary("grpo", "failed", "x", 0).write(path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_reader_of_the_old_file_is_not_disturbed(tmp_path):
+    path = tmp_path / "summary.json"
+    Summary("grpo", "finished", "a long old reason", 0).write(path)
+    with open(path) as old:
+        Summary("grpo", "failed", "x", 0).write(path)
+        assert json.load(old)["reason"] == "a long old reason"
+    assert read_summary(path).reason == "x"
 
 
 def test_nan_is_refused(tmp_path):
