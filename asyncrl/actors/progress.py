@@ -33,6 +33,7 @@ class Progress:
         """The span over which idle shares are taken begins: the first training prompt is dispatched."""
         if not self._span_began:
             self._span_began = True
+            self.reporter.start_training()
             for meter in (self._trainer, *self._generators.values()):
                 meter.start()
 

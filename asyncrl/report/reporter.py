@@ -71,6 +71,7 @@ class Reporter:
         self._events = open(self.run_dir / "events.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._events_lock = threading.Lock()
         self._step_at = self._began
+        self._training = False  # whether step_s measures steps alone yet
         self._pace: float | None = None
         self._accuracy: float | None = None
         self._finished = False
@@ -81,7 +82,7 @@ class Reporter:
 
     def start_training(self) -> None:
         """The training span starts now: the first step's ``step_s`` counts from here, not from the start of engines."""
-        self._step_at = self._clock()
+        self._step_at, self._training = self._clock(), True
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Report one optimizer step: ``metrics`` has ``step`` (steps done) and any declared keys.
@@ -98,8 +99,9 @@ class Reporter:
             record["report/wandb_dropped"] = self._wandb.dropped
         record = self._metrics.write(record)
         self._step_at = now
-        if record["step"]:
+        if self._training:
             self._pace = seconds if self._pace is None else (1 - _PACE) * self._pace + _PACE * seconds
+        self._training = True
         self._builder.add(record)
         self._console.status(self._line(record))
         if self._wandb is not None:
@@ -162,6 +164,9 @@ class Reporter:
         if self._finished:
             return
         self._finished = True
+        for kind in ("generated", "trained"):  # the caller may have corrected the counts
+            rate = getattr(summary, f"tokens_{kind}") / summary.wall_s if summary.wall_s else None
+            setattr(summary, f"tokens_{kind}_per_s", rate)
         try:
             summary.write(self.run_dir / "summary.json")  # first: nothing after it may cost us the summary
             if self._wandb is not None:

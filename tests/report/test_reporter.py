@@ -143,6 +143,27 @@ def test_a_resumed_run_goes_on_in_the_same_files(tmp_path):
     assert (summary.attempts, summary.steps, summary.wall_s, summary.accuracy_initial) == (2, 2, 70.0, 0.3)
 
 
+def test_time_to_go_ignores_the_start_of_the_engines(tmp_path):
+    reporter, clock, out = make(tmp_path)
+    clock.now += 60.0
+    reporter.step({"step": 1})  # nobody said when training started
+    clock.now += 2.0
+    reporter.step({"step": 2})
+    close(reporter)
+    first, second = (line for line in out.getvalue().splitlines() if line.startswith("step"))
+    assert "left -" in first
+    assert "left 0:16" in second
+
+
+def test_rates_of_the_summary_follow_corrected_counts(tmp_path):
+    reporter, clock, _ = make(tmp_path)
+    clock.now += 10.0
+    summary = reporter.summary("finished")
+    summary.tokens_generated = 500
+    reporter.finish(summary)
+    assert read_summary(tmp_path / "summary.json").tokens_generated_per_s == 50.0
+
+
 def test_dropped_wandb_records_are_counted_in_metrics_summary_and_console(tmp_path):
     wandb = FakeWandb()
     reporter, _, out = make(tmp_path, wandb)
