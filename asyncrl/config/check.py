@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import math
 from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -18,6 +19,7 @@ from asyncrl.config.machine import count_gpus
 from asyncrl.config.model_folder import check_model_folder
 from asyncrl.config.schema import Config
 
+PLUGIN_GROUP = "vllm.general_plugins"
 BIASED = "biases the ratio of trainer to engine log-probabilities, and replay of its support is not available"
 
 
@@ -173,6 +175,16 @@ def check_sft(config: Config) -> Iterator[Problem]:
         )
 
 
+def check_installation(config: Config) -> Iterator[Problem]:
+    """vLLM's processes find our weight transfer through an entry point, which a bare checkout does not have."""
+    if config.mode == "grpo" and not any(point.name == "asyncrl" for point in entry_points(group=PLUGIN_GROUP)):
+        yield Problem(
+            "installation",
+            f"this checkout is not installed, so vLLM would not load its plugin (entry point {PLUGIN_GROUP})",
+            "make env, then source .venv/bin/activate; in an environment of your own: pip install --no-deps -e .",
+        )
+
+
 def check_run(config: Config) -> Iterator[Problem]:
     """A run to resume exists and is told apart from a new one."""
     if not config.resume:
@@ -236,5 +248,6 @@ CHECKS: list[Callable[[Config], Iterator[Problem]]] = [
     check_env,
     check_model,
     check_sft,
+    check_installation,
     check_run,
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from asyncrl.config import check as checks
@@ -16,6 +18,7 @@ from tests.config.folders import make_model_folder
 def make(tmp_path, monkeypatch):
     """Builds a Config from dotted keys on top of one that is accepted."""
     monkeypatch.setattr(checks, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(checks, "entry_points", lambda group: [SimpleNamespace(name="asyncrl")])
     (tmp_path / "asyncrl" / "modes").mkdir(parents=True)
     (tmp_path / "asyncrl" / "modes" / "grpo.py").touch()
     folder = make_model_folder(tmp_path / "model")
@@ -143,6 +146,12 @@ def test_devices(make, changes, place, gpus, expected):
 )
 def test_loopback(host, expected):
     assert is_loopback(host) is expected
+
+
+def test_a_checkout_that_is_not_installed_is_refused(make, monkeypatch):
+    """Without the entry point every engine would die at its start, and be restarted in vain."""
+    monkeypatch.setattr(checks, "entry_points", lambda group: [])
+    assert keys(make()) == ["installation"]
 
 
 def test_a_run_to_resume_needs_its_config(make, tmp_path):
