@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from asyncrl.algorithms.advantage import ADVANTAGES
 from asyncrl.config.schema import Config
 from asyncrl.rollouts.cut import encode, train_samples
-from asyncrl.rollouts.packing import plan
+from asyncrl.rollouts.packing import plan_groups
 from asyncrl.rollouts.slots import age_of_tokens
 from asyncrl.rollouts.types import Group, Sample, TrainSample
 
@@ -54,7 +54,9 @@ def cut(version: int, groups: list[Group], cfg: Config) -> Batch:
 
 def payloads(batch: Batch, ranks: int, token_budget: int) -> list[tuple[dict[str, Any], Sequence[Any]]]:
     """For each rank the header and buffers of its micro-batches; every rank has the same number of them."""
-    packing = plan([len(s) for s in batch.samples], ranks, token_budget)
+    samples = batch.samples
+    prompts = [len(s.prompt_ids) for s in samples]
+    packing = plan_groups([len(s) for s in samples], [s.ordinal for s in samples], prompts, ranks, token_budget)
     return [encode(packing, rank, batch.samples, batch.version) for rank in range(ranks)]
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.rollouts.packing import plan
+from asyncrl.rollouts.packing import plan, plan_groups
 
 BUDGET = 100
 LENGTHS = st.lists(st.integers(1, BUDGET), max_size=60)
@@ -84,3 +84,46 @@ def test_imbalance_is_small_on_realistic_lengths(ranks):
     in_order = -(-sum(lengths) // (ranks * 16384))
     assert packed.micro_batches <= in_order + 1
     assert packed.imbalance < 0.01
+
+
+def computed(packed, groups, prompts):
+    """Tokens of the slowest rank of each micro-batch, every prompt once a micro-batch."""
+    total = 0
+    for micro in range(packed.micro_batches):
+        costs = []
+        for rank in packed.rank:
+            members = rank.micro[micro]
+            own = sum(packed.lengths[i] - prompts[i] for i in members)
+            costs.append(own + sum(prompts[i] for i in {groups[i]: i for i in members}.values()))
+        total += max(costs)
+    return total
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), max_size=50), st.integers(1, 4))
+def test_a_plan_by_groups_is_valid_and_never_computes_more_than_one_by_samples(pairs, ranks):
+    groups = [group for group, _ in pairs]
+    prompts = [10 + group for group in groups]
+    lengths = [prompt + answer for prompt, (_, answer) in zip(prompts, pairs, strict=True)]
+    packed = plan_groups(lengths, groups, prompts, ranks, BUDGET)
+    used = [index for rank in packed.rank for batch in rank.micro for index in batch]
+    assert sorted(used) == list(range(len(lengths)))
+    assert {len(rank.micro) for rank in packed.rank} == {packed.micro_batches}
+    assert all(packed.tokens(r, m) <= BUDGET for r in range(ranks) for m in range(packed.micro_batches))
+    by_sample = plan(lengths, ranks, BUDGET)
+    assert computed(packed, groups, prompts) <= computed(by_sample, groups, prompts)
+
+
+def test_groups_stay_together_where_prompts_are_long():
+    groups = [group for group in range(32) for _ in range(16)]
+    prompts, lengths = [30] * 512, [30 + 8] * 512
+    packed = plan_groups(lengths, groups, prompts, 2, 16384)
+    for rank in packed.rank:
+        for micro in rank.micro:
+            assert all(sum(groups[i] == groups[j] for j in micro) == 16 for i in micro)
+    assert computed(packed, groups, prompts) == 16 * (30 + 16 * 8)
+
+
+def test_one_group_is_still_spread_over_the_ranks():
+    packed = plan_groups([20] * 8, [0] * 8, [2] * 8, 4, 1000)
+    assert [len(rank.micro[0]) for rank in packed.rank] == [2, 2, 2, 2]
