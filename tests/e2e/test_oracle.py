@@ -10,7 +10,6 @@ from asyncrl.actors.batches import cut
 from asyncrl.config.files import load_config
 from asyncrl.modes.reference import replay
 from asyncrl.rollouts.ledger import Ledger
-from asyncrl.rollouts.recovery import cuts_since
 from tests.e2e.command import run, settings, steps, summary
 
 STEPS = 5
@@ -19,7 +18,7 @@ PREFIX = "weight/"
 
 def recorded_batches(run_dir, cfg):
     with Ledger(run_dir / "ledger") as ledger:
-        return [cut(version, groups, cfg).samples for version, groups in cuts_since(ledger, 0)]
+        return [cut(version, groups, cfg).samples for version, groups in ledger.cuts_since(0)]
 
 
 def master_weights(run_dir):
