@@ -20,6 +20,7 @@ What holds, in both directions:
 - if the *sending* process is restarted its successor is a new incarnation: what the receiver already has stays in its
   queue, then come ``$left`` and ``$joined``, then the successor's messages. A consumer that answers ``$joined`` with
   how far it got lets the successor continue without loss or repeat;
+- a link is one queue each way: what must not wait behind bulk that waits for credit belongs on a link of its own;
 - a peer that says nothing for ``dead_after_s`` is taken for dead, and a single message says nothing until all of it has
   crossed: cut payloads so that one crosses in a fraction of that;
 - **buffers are sent from where they lie**: leave one unchanged until the message is acknowledged
