@@ -8,11 +8,17 @@ Slow and simple on purpose.
 
 :func:`train` runs that loop. :func:`replay` takes batches that were recorded elsewhere and returns the weights after
 one step on each: fed the batches of an asynchronous run it must end at that run's weights.
+
+    torchrun launch/train.py +experiment=grpo run.dry=true run.dir=DIR      # writes DIR/config.json
+    python -m asyncrl.modes.reference DIR                                   # trains it here, one JSON line a step
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +28,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.schema import Config
+from asyncrl.envs import load_env
 from asyncrl.rollouts.types import Prompt, TrainSample
 from asyncrl.training.exact import exact
 
@@ -206,3 +213,30 @@ def rate(step: int, cfg: Config) -> float:
     done = (step - o.warmup_steps + 1) / max(1, cfg.trainer.steps - o.warmup_steps)
     left = 1 - min(1, done) if o.schedule == "linear" else (1 + math.cos(math.pi * min(1, done))) / 2
     return o.lr * (o.final_lr_share + (1 - o.final_lr_share) * left)
+
+
+def main() -> None:
+    """Trains the configuration of a run folder and prints a JSON line a step."""
+    from asyncrl.actors.prompting import PromptSource
+    from asyncrl.config.files import load_config
+
+    parser = argparse.ArgumentParser(description="Synchronous single-process GRPO on the configuration of a run.")
+    parser.add_argument("run", type=Path, help="a run folder, or its config.json")
+    cfg = load_config(parser.parse_args().run)
+    torch.set_num_threads(cfg.trainer.threads)
+    source = PromptSource(cfg, load(cfg)[1])
+    scorer = load_env(cfg.env, "train")
+    started = time.monotonic()
+
+    def prompts() -> Iterator[Prompt]:
+        while True:
+            yield source.next()[0]
+
+    def line(values: dict[str, Any]) -> None:
+        print(json.dumps({**values, "seconds": round(time.monotonic() - started, 2)}), flush=True)
+
+    train(cfg, prompts(), lambda prompt, text: scorer.score(text, prompt.entry), line)
+
+
+if __name__ == "__main__":
+    main()

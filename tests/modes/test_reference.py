@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-import torch
 
+from asyncrl.config.files import save_config
 from asyncrl.modes import reference
 from asyncrl.rollouts.types import Prompt
 from asyncrl.training.step import build_trainer
@@ -132,8 +134,23 @@ def test_groups_of_equal_rewards_stop_the_run_with_the_reason(tmp_path):
         reference.train(cfg, prompts(), lambda p, t: 1.0, lambda _: None)
 
 
-def test_report_lines_are_json(tmp_path):
+TASK = """
+def task(split, index, completion=None):
+    if completion is None:
+        return {"prompt": f"t{2 + index % 50} t{3 + index % 40}"}
+    return float(len(completion.split()) % 3)
+"""
+
+
+def test_the_command_trains_the_configuration_of_a_run(tmp_path):
     cfg = config(tiny_folder(tmp_path / "model"), "float32")
-    cfg.trainer.steps = 1
-    reference.train(cfg, prompts(), reward, lambda line: json.dumps(line))
-    assert torch.get_default_dtype() == torch.float32
+    (tmp_path / "task.py").write_text(TASK)
+    cfg.env.kind, cfg.env.function = "function", f"{tmp_path}/task.py:task"
+    cfg.trainer.steps = 2
+    save_config(cfg, tmp_path)
+    command = [sys.executable, "-m", "asyncrl.modes.reference", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["ratio"] == pytest.approx(1, abs=1e-4) for line in lines)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.config.schema import Config
@@ -44,7 +44,10 @@ def tiny_folder(path: Path, tied: bool = True, seed: int = 0) -> str:
     tiny_lm(tied, seed).save_pretrained(path)
     vocabulary = {f"t{i}": i for i in range(VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="t0", eos_token="t1").save_pretrained(path)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="t0", eos_token="t1")
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fast.save_pretrained(path)
     return str(path)
 
 
