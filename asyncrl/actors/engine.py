@@ -149,11 +149,10 @@ class Engine:
         assert handler is not None
         await asyncio.wait([handler])
 
-    async def link(self, publisher: str, generator: str, keys_file: str = "", deadline_s: float = 60.0) -> None:
-        """Have the workers dial the publisher and stage what it sends."""
+    async def link(self, **info: Any) -> None:
+        """Have the workers dial the publisher and stage what it sends. ``info``: see ``ZmqInitInfo``."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        info = {"publisher": publisher, "generator": generator, "keys_file": keys_file, "deadline_s": deadline_s}
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def sample(self, prompt: Sequence[int], terms: Terms) -> Completion:

@@ -24,6 +24,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,13 @@ class Generator:
             frontend_name(self.name), PUBLISHER_SCHEMA, endpoint, events=True, **link_options(cfg.transport)
         )
         await link.start(deadline_s=cfg.weights.deadline_s)
-        keys_file = str(Path(cfg.transport.keys_dir) / KEYS_FILE) if cfg.transport.keys_dir else ""
-        await self._engine.link(endpoint, self.name, keys_file, cfg.weights.deadline_s)
+        await self._engine.link(
+            publisher=endpoint,
+            generator=self.name,
+            keys_file=str(Path(cfg.transport.keys_dir) / KEYS_FILE) if cfg.transport.keys_dir else "",
+            deadline_s=cfg.weights.deadline_s,
+            link={"heartbeat_s": cfg.transport.heartbeat_s, "dead_after_s": cfg.transport.dead_after_s},
+        )
         while True:
             message = await link.recv(deadline_s=None, waiting_for="new weights")
             await self._from_publisher(link, message)
@@ -212,7 +218,17 @@ def _sample(terms: Terms, completion: Completion, name: str) -> Sample:
 async def serve(cfg: Config, name: str, controller: str) -> int:
     """Start the engine and serve; returns the exit code."""
     began = time.monotonic()
-    engine = Engine(cfg.generator, cfg.model.path, cfg.seed)
+    watchdog = threading.Timer(cfg.generator.start_deadline_s, _give_up_start, (cfg, name))
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        engine = Engine(cfg.generator, cfg.model.path, cfg.seed)
+    except Exception as error:  # noqa: BLE001 - whatever stops vLLM ends this process with its reason
+        traceback.print_exc()
+        print(f"{name}: vLLM did not start: {error}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        watchdog.cancel()
     generator = Generator(cfg, name, engine, controller)
     # only now: EngineCore is a fork, and would share a wake-up descriptor installed before it
     terminated = Stop(128 + signal.SIGTERM, "")
@@ -226,6 +242,13 @@ async def serve(cfg: Config, name: str, controller: str) -> int:
         await generator.close(str(stop) if stop.code == 1 else "")
         _shut_down(engine)
         return stop.code
+
+
+def _give_up_start(cfg: Config, name: str) -> None:
+    """Called in a thread while the main thread waits inside vLLM, which has no deadline of its own."""
+    limit = cfg.generator.start_deadline_s
+    print(f"{name} waited {limit:g} s for vLLM to start (generator.start_deadline_s)", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _shut_down(engine: Engine) -> None:

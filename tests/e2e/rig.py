@@ -87,7 +87,11 @@ class Rig:
             deadline_s=self.cfg.weights.deadline_s,
             on_drop=lambda *who: self.dropped.append(who),
         )
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def start(self) -> None:
@@ -101,11 +105,22 @@ class Rig:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         self.messages.clear()
-        hello = self.until("generator_hello", 240)
+        self.wait_for_greeting()
+        hello = self.until("generator_hello", 30)
         self.start_s = hello.header["start_s"]
         self.controller.send(self.name, "welcome", {"publisher": self.publisher.endpoint})
         self.until("generator_ready", 60)
         self.publisher.wait_for_engines(1, 60)
+
+    def wait_for_greeting(self, deadline_s: float = 240) -> None:
+        """Until the generator says hello; its end is noticed at once."""
+        end = time.monotonic() + deadline_s
+        while not self.messages["generator_hello"]:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the generator ended; its log ends with\n{self.tail()}")
+            assert time.monotonic() < end, f"no greeting within {deadline_s} s"
+            with contextlib.suppress(TimeoutError):
+                self.handle(self.controller.recv(deadline_s=0.2, waiting_for="the generator"))
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -116,21 +131,24 @@ class Rig:
 
     # -- the fake controller ------------------------------------------------------------------------------------------
 
-    def read(self, deadline_s: float) -> Message:
+    def read(self, deadline_s: float) -> None:
         """Handle one message of the generator."""
         try:
             message = self.controller.recv(deadline_s=deadline_s, waiting_for="the generator")
         except TimeoutError:
-            raise AssertionError(
-                f"the generator is silent; its log ends with\n{self.log.read_text()[-3000:]}"
-            ) from None
+            raise AssertionError(f"the generator is silent; its log ends with\n{self.tail()}") from None
+        self.handle(message)
+
+    def handle(self, message: Message) -> None:
         self.controller.done(message)
         self.messages[message.kind].append(message)
         if message.kind == "sample":
             sample = sample_of(message)
             assert (sample.ordinal, sample.index) not in self.samples, "answered twice"
             self.samples[sample.ordinal, sample.index] = sample
-        return message
+
+    def tail(self) -> str:
+        return self.log.read_text()[-3000:]
 
     def until(self, kind: str, deadline_s: float = 60) -> Message:
         """The next message of this kind."""

@@ -67,17 +67,10 @@ def test_flipped_bits_are_found_and_every_tensor_is_named(engine, monkeypatch):
     assert "do not match" in engine.until("generator_failed").header["reason"]
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (lambda p: p[:-1], "tensors that the engine needs are missing: lm_head.weight"),
-        (lambda p: [*p, ("model.rotor", torch.zeros(3))], "tensors match nothing in the engine: model.rotor"),
-    ],
-    ids=["skipped", "invented"],
-)
-def test_a_tensor_too_few_or_too_many_is_named(engine, monkeypatch, change, complaint):
+@pytest.mark.slow
+def test_a_skipped_tensor_is_named(engine, monkeypatch):
     parameters = list(engine.model.named_parameters())
-    monkeypatch.setattr(engine.publisher, "_named_params", lambda: change(parameters))
+    monkeypatch.setattr(engine.publisher, "_named_params", lambda: parameters[:-1])
     monkeypatch.setattr(engine.publisher, "_gatherer", None)
     try:
         engine.version += 1
@@ -85,7 +78,7 @@ def test_a_tensor_too_few_or_too_many_is_named(engine, monkeypatch, change, comp
         report = engine.publisher.wait_committed(60)
     finally:
         engine.publisher._gatherer = None
-    assert complaint in report.dropped["generator/0"]
+    assert "tensors that the engine needs are missing: lm_head.weight" in report.dropped["generator/0"]
     assert end_of(engine)[0] == 1
 
 
@@ -102,6 +95,7 @@ def test_sigkill_leaves_no_process_and_a_successor_gets_the_current_version(engi
     assert engine.generate(1, 1, prompt_of(5))[0].versions[0] == engine.version
 
 
+@pytest.mark.slow
 def test_the_death_of_enginecore_ends_the_generator_with_the_reason(engine):
     core = engine.processes()[1]
     core.kill()
@@ -110,6 +104,7 @@ def test_the_death_of_enginecore_ends_the_generator_with_the_reason(engine):
     assert engine.until("generator_failed").header["reason"]
 
 
+@pytest.mark.slow
 def test_sigterm_ends_everything_within_seconds_even_under_load(engine):
     family = engine.processes()
     engine.ask(2, 64, prompt_of(30), max_tokens=300)
@@ -121,6 +116,15 @@ def test_sigterm_ends_everything_within_seconds_even_under_load(engine):
     engine.samples.clear()
 
 
+@pytest.mark.slow
 def test_stop_ends_the_generator_with_0(engine):
     engine.controller.send(engine.name, "stop", {"reason": "finished"})
     assert end_of(engine, 10)[0] == 0
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path):
+    rig = Rig(tmp_path)
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(AssertionError, match="generator/0: "), rig:
+        pass
+    assert rig.process.wait(10) == 1
