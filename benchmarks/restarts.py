@@ -8,6 +8,7 @@ The consumer's effect and its cursor are one append to one file: (session, seque
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -78,9 +79,10 @@ async def produce(directory: Path, total: int) -> None:
         await dialer.flush(deadline_s=LONG)
 
 
-def run(total: int, every: tuple[int, int], seed: int = 0) -> dict[str, Any]:
-    """Bring ``total`` numbers through, killing either process each time that between ``every`` more are written."""
+def run(total: int, every: tuple[int, int], seed: int = 0, first: str = "consumer") -> dict[str, Any]:
+    """Bring ``total`` numbers through, killing the two in turn each time that between ``every`` more are written."""
     chance = random.Random(seed)
+    victims = itertools.cycle(sorted(("consumer", "producer"), key=lambda role: role != first))
     kills = {"consumer": 0, "producer": 0}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -101,7 +103,7 @@ def run(total: int, every: tuple[int, int], seed: int = 0) -> dict[str, Any]:
                 time.sleep(0.02)
                 written = (directory / "log").stat().st_size // RECORD.itemsize
                 if kill_at <= written < total:
-                    role = chance.choice(sorted(children))
+                    role = next(victims)
                     children[role].send_signal(signal.SIGKILL)
                     children[role].wait()
                     kills[role] += 1
