@@ -8,9 +8,9 @@ with each way of generating that it offers on a CPU and with its defaults; the f
 Ours is the real command, ``torchrun launch/train.py +experiment=grpo``, with S=0 and with S=1. Seconds a step come
 from its ``metrics.jsonl``. Start-up counts for neither; the wall time with it is in the JSON.
 
-Both are pinned to the same ``THREADS`` cores, and every process of either may use that many threads, so each is
-free to find its best use of them. ``OMP_WAIT_POLICY`` is left to each OpenMP, except that TRL is also tried with
-``passive``: on cores that somebody else uses too, threads that spin in wait slow it down more than ten times.
+Both are pinned to the same ``THREADS`` cores and each is run with its best use of them. TRL is also tried with
+``OMP_WAIT_POLICY=passive``: on cores that somebody else uses too, threads that spin in wait slow it down more than ten
+times, which says nothing about TRL.
 """
 
 from __future__ import annotations
@@ -74,6 +74,23 @@ TRL_SETTINGS = (
     TrlSetting("tuned, passive waits", wait="passive"),
     TrlSetting("tuned, static cache", "static"),
     TrlSetting("tuned, continuous batching", "continuous"),
+)
+
+
+@dataclass(frozen=True)
+class OurSetting:
+    """One way to run ours: staleness bound, and OpenMP threads of the engine and of the trainer each."""
+
+    staleness: int
+    threads: int
+
+    def __str__(self) -> str:
+        return f"S={self.staleness}, {self.threads}+{self.threads} threads"
+
+
+# With S=0 engine and trainer take turns, so each may use all cores; with S=1 they run at once and may also share them.
+OUR_SETTINGS = tuple(
+    dict.fromkeys([OurSetting(0, THREADS), OurSetting(1, THREADS), OurSetting(1, max(1, THREADS // 2))])
 )
 
 Trace = list[dict[str, Any]]  # a step each: step, time_s since training began, reward, length_mean
@@ -171,7 +188,7 @@ def run_trl(cfg: Config, folder: Path, setting: TrlSetting, steps: int, limit_s:
 # ---- ours ----------------------------------------------------------------------------------------------------------
 
 
-def run_ours(shape: Shape, staleness: int, folder: Path) -> dict[str, Any]:
+def run_ours(shape: Shape, setting: OurSetting, folder: Path) -> dict[str, Any]:
     """One run of the real command: its trace, summary and wall seconds.
 
     Raises:
@@ -183,13 +200,13 @@ def run_ours(shape: Shape, staleness: int, folder: Path) -> dict[str, Any]:
         str(ROOT / "launch" / "train.py"),
         "+experiment=grpo",
         f"run.dir={folder}",
-        f"staleness.max_steps={staleness}",
+        f"staleness.max_steps={setting.staleness}",
         f"trainer.steps={shape.steps}",
         f"batch.groups={shape.groups}",
         f"batch.group_size={shape.group_size}",
         f"sampling.max_tokens={shape.max_tokens}",
-        f"generator.threads={THREADS}",
-        f"trainer.threads={THREADS}",
+        f"generator.threads={setting.threads}",
+        f"trainer.threads={setting.threads}",
         "optim.schedule=constant",
         "algorithm.filter_equal_rewards=false",  # TRL trains them too
         "eval.every=0",
@@ -248,12 +265,11 @@ def compare(shape: Shape, probe_steps: int, folder: Path) -> dict[str, Any]:
     """All legs of one shape."""
     print(f"\n{shape}, {THREADS} threads, load {os.getloadavg()[0]:.1f}", flush=True)
     ours = {}
-    for staleness in (0, 1):
-        leg = ours[f"S={staleness}"] = run_ours(shape, staleness, folder / f"ours-s{staleness}")
-        summary = leg["summary"]
-        idle = f"idle generator {summary['idle_generator']}, trainer {summary['idle_trainer']}"
-        show(f"ours, S={staleness}", leg["trace"], idle)
-    cfg = load_config(folder / "ours-s0")
+    for number, setting in enumerate(OUR_SETTINGS):
+        leg = ours[str(setting)] = run_ours(shape, setting, folder / f"ours{number}")
+        idle = ", ".join(f"{who} {leg['summary'][f'idle_{who}']:.0%}" for who in ("generator", "trainer"))
+        show(f"ours, {setting}", leg["trace"], f"(idle: {idle})")
+    cfg = load_config(folder / "ours0")
     probes: dict[str, Any] = {}
     for setting in TRL_SETTINGS:
         probe = probes[setting.name] = run_trl(cfg, folder, setting, probe_steps, PROBE_LIMIT_S)
@@ -295,8 +311,8 @@ def conclude(legs: dict[str, Any]) -> dict[str, Any]:
     }
     reached = {name: f"{s:.1f} s" if s is not None else "never" for name, s in figures["ours_s_to_reward"].items()}
     print(
-        f"  best of ours ({best}) is {figures['step_speedup']:.2f} times faster a step; mean reward {reward:.3f} of "
-        f"{SMOOTH} steps after {figures['trl_s_to_reward']:.1f} s (TRL), {reached} (ours)",
+        f"  ours ({best}) is {figures['step_speedup']:.2f} times faster a step; a mean reward of {reward:.3f} "
+        f"over {SMOOTH} steps after {figures['trl_s_to_reward']:.1f} s (TRL), {reached} (ours)",
         flush=True,
     )
     return figures
