@@ -94,13 +94,11 @@ def _step(trainer: Trainer, publisher: WeightPublisher, command: Message) -> Ste
 
 def _open_trainer(cfg: Config, context: RunContext) -> Trainer:
     """The trainer of this rank, at its last checkpoint when the run is resumed."""
-    import torch
-
+    from asyncrl.training.mesh import needed_backend
     from asyncrl.training.step import build_trainer
 
-    cuda = torch.cuda.is_available()
-    if context.world_size > 1 or cuda:
-        context.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    if backend := needed_backend(cfg, context.world_size):
+        context.init_process_group(backend)
     trainer = build_trainer(cfg, context.rank, context.world_size)
     if cfg.resume:
         trainer.load_latest(context.run_dir / "checkpoints")

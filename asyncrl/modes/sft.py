@@ -144,14 +144,13 @@ def open_trainer(cfg: Config, context: RunContext) -> SftTrainer:
     """The trainer of this rank, at its last checkpoint when the run is resumed."""
     import torch
 
-    from asyncrl.training.mesh import open_mesh
+    from asyncrl.training.mesh import needed_backend, open_mesh
     from asyncrl.training.model import DTYPES, load_policy
     from asyncrl.training.sft import SftTrainer
 
-    cuda = torch.cuda.is_available()
-    if context.world_size > 1 or cuda:
-        context.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    mesh = open_mesh(context.rank, context.world_size, shard=cfg.trainer.shard)
+    if backend := needed_backend(cfg, context.world_size):
+        context.init_process_group(backend)
+    mesh = open_mesh(context.rank, context.world_size)
     if mesh.device.type == "cpu":
         torch.set_num_threads(cfg.trainer.threads)
     policy = load_policy(cfg.model.path, DTYPES[cfg.trainer.master_dtype], cfg.trainer.logprob_chunk)

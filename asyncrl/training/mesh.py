@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from asyncrl.config.schema import Config
 from asyncrl.training.errors import BatchError
 
 
@@ -39,11 +40,19 @@ class Mesh:
             raise BatchError(f"ranks disagree on {what}: {values}")
 
 
-def open_mesh(rank: int, world_size: int, device: torch.device | None = None, shard: bool = True) -> Mesh:
+def needed_backend(cfg: Config, world_size: int) -> str | None:
+    """The ``torch.distributed`` backend to initialise before :func:`open_mesh`; None if the trainer needs none."""
+    if torch.cuda.is_available():
+        return "cpu:gloo,cuda:nccl"
+    mixed = cfg.model.compute_dtype != cfg.trainer.master_dtype  # FSDP2 does mixed precision, on one rank too
+    return "gloo" if world_size > 1 or mixed else None
+
+
+def open_mesh(rank: int, world_size: int, device: torch.device | None = None) -> Mesh:
     """The mesh of a torchrun rank. In a world of more than one the default process group must exist.
 
-    ``device`` defaults to this local rank's GPU, or the CPU. A world of one gets a device mesh only on a GPU with
-    ``shard`` (where FSDP2 gives mixed precision at no cost); it needs a default process group then.
+    ``device`` defaults to this local rank's GPU, or the CPU. A world of one has a device mesh only if there is a
+    default process group (see :func:`needed_backend`).
     """
     if device is None:
         local = int(os.environ.get("LOCAL_RANK", rank))
@@ -53,7 +62,7 @@ def open_mesh(rank: int, world_size: int, device: torch.device | None = None, sh
     ready = dist.is_available() and dist.is_initialized()
     if world_size > 1 and not ready:
         raise RuntimeError("init_process_group must come before open_mesh when there is more than one trainer rank")
-    devices = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",)) if ready and shard else None
+    devices = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",)) if ready else None
     control = None
     if world_size > 1:
         on_cpu = device.type == "cpu" and dist.get_backend() == "gloo"

@@ -36,18 +36,20 @@ def distribute(policy: Policy, mesh: Mesh, compute: torch.dtype, shard: bool, ch
     if checkpointing:
         for layer in layers(policy.lm):
             _checkpoint(layer, compute)
-    policy.to(mesh.device)
-    sharded = shard and mesh.devices is not None and (mesh.world_size > 1 or compute != master)
+    wanted = shard if mesh.world_size > 1 else compute != master
+    sharded = wanted and mesh.devices is not None
     if not sharded:
+        policy.to(mesh.device)
         if compute != master:
             raise ModelError(
-                f"compute dtype {compute} with {master} masters needs trainer.shard=true and a process group"
+                f"compute dtype {compute} with {master} masters needs FSDP2: trainer.shard=true if there are several "
+                "ranks, and a process group"
             )
         return False
     precision = MixedPrecisionPolicy(param_dtype=compute if compute != master else None, reduce_dtype=master)
     options: dict[str, Any] = {"mesh": mesh.devices, "mp_policy": precision}
     for layer in layers(policy.lm):
-        fully_shard(layer, **options)
+        fully_shard(layer, **options)  # moves one unit at a time: the whole model never lies on one device
     fully_shard(policy, **options)
     for module in policy.modules():
         if isinstance(module, FSDPModule):

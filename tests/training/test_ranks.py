@@ -19,7 +19,11 @@ from asyncrl.training.step import Trainer, build_trainer
 from tests.training.ranks import run_ranks
 from tests.training.tiny import make_samples, tiny_folder, tiny_run
 
-MODES = {"sharded": True, "whole": False}
+MODES = {
+    "sharded": {"shard": True},
+    "whole": {"shard": False},
+    "recomputed": {"shard": True, "activation_checkpointing": True},
+}
 
 
 def whole(x: torch.Tensor) -> np.ndarray:
@@ -57,9 +61,9 @@ def gradients_job(rank, world, folders):
     out = {}
     for tied, path in folders.items():
         for dtype in ("float64", "float32"):
-            for mode, shard in MODES.items():
+            for mode, settings in MODES.items():
                 aggregation = "sequence_mean" if mode == "whole" else "token_mean"
-                cfg = tiny_run(path, dtype, trainer={"shard": shard}, algorithm={"aggregation": aggregation})
+                cfg = tiny_run(path, dtype, trainer=settings, algorithm={"aggregation": aggregation})
                 out[tied, dtype, mode] = run_steps(cfg, rank, world)
     return out
 

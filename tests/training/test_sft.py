@@ -35,7 +35,7 @@ def talks(count=11, seed=0):
 
 def build(path, rank=0, world=1, budget=1000, shard=True):
     cfg = tiny_run(path, optim=OPTIM, trainer={"token_budget": budget, "shard": shard})
-    return SftTrainer(cfg, load_policy(path, torch.float64), open_mesh(rank, world, shard=shard))
+    return SftTrainer(cfg, load_policy(path, torch.float64), open_mesh(rank, world))
 
 
 def oracle(path, steps=2):

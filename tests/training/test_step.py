@@ -5,11 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from asyncrl.report.keys import declared
-from asyncrl.training.errors import BatchError
+from asyncrl.training.errors import BatchError, ModelError
 from asyncrl.training.exact import exact
-from asyncrl.training.mesh import open_mesh
+from asyncrl.training.mesh import needed_backend, open_mesh
 from asyncrl.training.model import prepare
 from asyncrl.training.step import Trainer, build_trainer
 from tests.training.tiny import make_samples, tiny_folder, tiny_lm, tiny_run
@@ -204,3 +205,32 @@ def test_tied_weights_are_listed_once_in_model_order(path):
     assert len(names) == len(set(names))
     untied = Trainer(tiny_run(path), prepare(tiny_lm(tied=False).double(), torch.float64), open_mesh(0, 1))
     assert untied.named_parameters_hf()[-1][0] == "lm_head.weight"
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_bf16_compute_on_one_cpu_rank(path, group_of_one):
+    cfg = tiny_run(path, "float32", optim={"lr": 1e-6, "warmup_steps": 0})
+    assert needed_backend(cfg, 1) is None or torch.cuda.is_available()
+    cfg.model.compute_dtype = "bfloat16"
+    assert needed_backend(cfg, 1) is not None
+    trainer = build_trainer(cfg, 0, 1, torch.device("cpu"))
+    before = torch.cat([p.full_tensor().flatten() for _, p in trainer.named_parameters_hf()]).detach().clone()
+    report = trainer.step([make_samples()])
+    after = torch.cat([p.full_tensor().flatten() for _, p in trainer.named_parameters_hf()]).detach()
+    exact_report = build_trainer(tiny_run(path, "float32"), 0, 1, torch.device("cpu")).step([make_samples()])
+    assert 0.5e-6 < (after - before).abs().median() < 2e-6
+    assert report.grad_norm == pytest.approx(exact_report.grad_norm, rel=0.05)
+    assert report.grad_norm != exact_report.grad_norm
+
+
+def test_bf16_compute_without_a_process_group_is_refused(path):
+    cfg = tiny_run(path, "float32")
+    cfg.model.compute_dtype = "bfloat16"
+    with pytest.raises(ModelError, match="process group"):
+        build_trainer(cfg, 0, 1, torch.device("cpu"))
