@@ -37,12 +37,12 @@ class RunConfig:
 class NewModelConfig:
     """Size of the Qwen3 decoder that ``mode=sft`` makes when ``model.path`` is empty; embeddings are tied."""
 
-    hidden_size: Positive = 128
-    layers: Positive = 4
+    hidden_size: Positive = 256
+    layers: Positive = 3
     heads: Positive = 4
     kv_heads: Positive = 2
-    head_dim: Positive = 32  # vLLM on a CPU serves 32, 64, 80, 96, 112, 128, 192 and 256
-    mlp_size: Positive = 384
+    head_dim: Positive = 64  # vLLM on a CPU serves 32, 64, 80, 96, 112, 128, 192 and 256
+    mlp_size: Positive = 512
     max_positions: Positive = 1024
 
 
