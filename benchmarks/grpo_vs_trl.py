@@ -66,12 +66,14 @@ class TrlSetting:
     generation: str = "dynamic"
     tuned: bool = True
     wait: str = ""  # OMP_WAIT_POLICY
+    threads: int = THREADS
 
 
 TRL_SETTINGS = (
     TrlSetting("defaults", tuned=False),
     TrlSetting("tuned"),
     TrlSetting("tuned, passive waits", wait="passive"),
+    TrlSetting("tuned, one thread", threads=1),
     TrlSetting("tuned, static cache", "static"),
     TrlSetting("tuned, continuous batching", "continuous"),
 )
@@ -155,7 +157,7 @@ def trl_job(cfg: Config, folder: Path, setting: TrlSetting, steps: int, limit_s:
         **{key: getattr(cfg.optim, key) for key in ("lr", "beta1", "beta2", "eps", "weight_decay")},
         **{key: getattr(cfg.optim, key) for key in ("clip_norm", "warmup_steps")},
         "seed": cfg.seed,
-        "threads": THREADS,
+        "threads": setting.threads,
         "steps": steps,
         "limit_s": limit_s,
         "generation": setting.generation,
@@ -258,7 +260,9 @@ def time_to(trace: Trace, reward: float) -> float | None:
 
 
 def mean_length(trace: Trace) -> float:
-    return sum(row["length_mean"] for row in trace) / len(trace)
+    """Completion tokens a sample, over the timed steps."""
+    timed = trace[WARM:]
+    return sum(row["length_mean"] for row in timed) / len(timed)
 
 
 def compare(shape: Shape, probe_steps: int, folder: Path) -> dict[str, Any]:
@@ -305,13 +309,16 @@ def conclude(legs: dict[str, Any]) -> dict[str, Any]:
         "ours_s_per_step": {name: seconds_per_step(leg["trace"]) for name, leg in legs["ours"].items()},
         "ours_best": best,
         "step_speedup": seconds_per_step(trl) / seconds_per_step(ours),
+        # Two runs that learn differently soon write answers of different length.
+        "token_speedup": seconds_per_step(trl) / mean_length(trl) * mean_length(ours) / seconds_per_step(ours),
         "same_reward": reward,
         "trl_s_to_reward": time_to(trl, reward),
         "ours_s_to_reward": {name: time_to(leg["trace"], reward) for name, leg in legs["ours"].items()},
     }
     reached = {name: f"{s:.1f} s" if s is not None else "never" for name, s in figures["ours_s_to_reward"].items()}
     print(
-        f"  ours ({best}) is {figures['step_speedup']:.2f} times faster a step; a mean reward of {reward:.3f} "
+        f"  ours ({best}) is {figures['step_speedup']:.2f} times faster a step, "
+        f"{figures['token_speedup']:.2f} times a token; a mean reward of {reward:.3f} "
         f"over {SMOOTH} steps after {figures['trl_s_to_reward']:.1f} s (TRL), {reached} (ours)",
         flush=True,
     )

@@ -35,7 +35,10 @@ def test_the_better_of_ours_is_compared():
         "trl": {"setting": "tuned", "trace": trace(4.0, RISING)},
         "ours": {"S=0": {"trace": trace(1.0, RISING)}, "S=1": {"trace": trace(0.5, [r / 2 for r in RISING])}},
     }
+    for row in legs["trl"]["trace"]:
+        row["length_mean"] = 8.0
     figures = conclude(legs)
     assert figures["ours_best"] == "S=1"
     assert figures["step_speedup"] == pytest.approx(8.0)
+    assert figures["token_speedup"] == pytest.approx(4.0)
     assert figures["trl_s_to_reward"] == pytest.approx(8 * figures["ours_s_to_reward"]["S=0"] / 2)
