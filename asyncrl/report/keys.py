@@ -53,7 +53,7 @@ LEARNING = (
     M(
         "eval/accuracy",
         "share",
-        "mean greedy score on the held-out items; on a line of its own",
+        "share of held-out items whose greedy answer scores 1; on a line of its own",
     ),
     M("eval/loss", "nat", "mode sft: mean negative log-likelihood of a learnt token of the held-out conversations"),
     M("eval/items", "count", "held-out items evaluated"),
