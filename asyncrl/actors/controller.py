@@ -33,15 +33,10 @@ if TYPE_CHECKING:
 
 async def control(cfg: Config, run_dir: Path, ranks: int, ready_fd: int) -> int:
     """Run the controller; returns its exit code."""
+    from asyncrl.actors.linking import listener_options
     from asyncrl.actors.messages import CONTROLLER_SCHEMA
 
-    listener = Listener(
-        "controller",
-        CONTROLLER_SCHEMA,
-        address=f"tcp://{cfg.transport.host}:0",
-        heartbeat_s=cfg.transport.heartbeat_s,
-        dead_after_s=cfg.transport.dead_after_s,
-    )
+    listener = Listener("controller", CONTROLLER_SCHEMA, **listener_options(cfg.transport))
     endpoint = await listener.start()
     os.write(ready_fd, (json.dumps({"endpoint": endpoint}) + "\n").encode())
     os.close(ready_fd)

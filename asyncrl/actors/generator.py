@@ -30,17 +30,16 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.actors.engine import Completion, Engine, EngineBroken, Terms, prepare_environment
+from asyncrl.actors.linking import keys_file, link_options
 from asyncrl.actors.messages import CONTROLLER_SCHEMA, INTS, sample_message
 from asyncrl.config.files import load_config
-from asyncrl.config.schema import Config, TransportConfig
+from asyncrl.config.schema import Config
 from asyncrl.rollouts.types import Sample
 from asyncrl.transport.errors import TransportError
 from asyncrl.transport.frames import Message, array_of
-from asyncrl.transport.keys import Keys
 from asyncrl.transport.links import Dialer
 from asyncrl.weights.messages import PUBLISHER_SCHEMA, frontend_name
 
-KEYS_FILE = "curve.json"  # in transport.keys_dir
 ENGINE_SHUTDOWN_S = 5.0
 
 
@@ -129,7 +128,7 @@ class Generator:
         await self._engine.link(
             publisher=endpoint,
             generator=self.name,
-            keys_file=str(Path(cfg.transport.keys_dir) / KEYS_FILE) if cfg.transport.keys_dir else "",
+            keys_file=str(keys_file(cfg.transport) or ""),
             deadline_s=cfg.weights.deadline_s,
             link={"heartbeat_s": cfg.transport.heartbeat_s, "dead_after_s": cfg.transport.dead_after_s},
         )
@@ -194,12 +193,6 @@ class Generator:
             self.end(error)
         elif error is not None:
             self.end(Stop(1, f"{type(error).__name__}: {error}"))
-
-
-def link_options(cfg: TransportConfig) -> dict[str, Any]:
-    """What the configuration says about links, for ``Dialer`` and ``Listener``."""
-    keys = Keys.load(Path(cfg.keys_dir) / KEYS_FILE) if cfg.keys_dir else None
-    return {"keys": keys, "heartbeat_s": cfg.heartbeat_s, "dead_after_s": cfg.dead_after_s}
 
 
 def _sample(terms: Terms, completion: Completion, name: str) -> Sample:

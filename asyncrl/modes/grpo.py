@@ -20,6 +20,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.actors.children import Children
+from asyncrl.actors.linking import link_options, listener_options
 from asyncrl.config.context import RunContext
 from asyncrl.config.errors import RunFailed
 from asyncrl.config.schema import Config
@@ -44,7 +45,7 @@ def train(cfg: Config, context: RunContext, controller: str) -> None:
 
     trainer = _open_trainer(cfg, context)
     with (
-        BlockingDialer(f"trainer/{context.rank}", CONTROLLER_SCHEMA, controller, **_pulse(cfg)) as link,
+        BlockingDialer(f"trainer/{context.rank}", CONTROLLER_SCHEMA, controller, **link_options(cfg.transport)) as link,
         _open_publisher(cfg, context, trainer, link) as publisher,
     ):
         hello = {"rank": context.rank, "version": trainer.version, "publisher": publisher.endpoint}
@@ -118,14 +119,8 @@ def _open_publisher(cfg: Config, context: RunContext, trainer: Trainer, link: Bl
         window_bytes=cfg.weights.window_bytes,
         deadline_s=cfg.weights.deadline_s,
         on_drop=lambda engine, reason: link.send("dropped", {"generator": engine, "reason": reason}),
-        address=f"tcp://{cfg.transport.host}:0",
-        **_pulse(cfg),
+        **listener_options(cfg.transport),
     )
-
-
-def _pulse(cfg: Config) -> dict[str, Any]:
-    """How often links say that they live, and when their silence means death."""
-    return {"heartbeat_s": cfg.transport.heartbeat_s, "dead_after_s": cfg.transport.dead_after_s}
 
 
 def _report(report: StepReport, waited: float, busy: float) -> dict[str, Any]:

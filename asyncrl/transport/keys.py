@@ -3,6 +3,8 @@
 One file serves a run: a key pair for listeners and one for dialers. A listener accepts only the run's dialer key, a
 dialer only the run's listener key, and all traffic is encrypted. Processes that never listen need only
 ``keys.for_dialers()``.
+
+    python -m asyncrl.transport.keys FOLDER      # makes FOLDER/curve.json; then transport.keys_dir=FOLDER
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import ipaddress
 import json
 import os
 import stat
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,9 +21,11 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.utils import z85
 
+KEYS_FILE = "curve.json"
 REMEDY = (
     "without keys anyone who reaches the port could read and inject messages. Either use 127.0.0.1, or make keys once "
-    "(Keys.generate().save(path)), copy the file to every machine of the run and pass keys=Keys.load(path)"
+    "(python -m asyncrl.transport.keys FOLDER), copy the folder to every machine of the run and name it as "
+    "transport.keys_dir"
 )
 
 
@@ -128,3 +133,23 @@ def is_loopback(endpoint: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def main(arguments: list[str]) -> int:
+    """Make keys for a run in a folder; exit status 2 when there are some already."""
+    if len(arguments) != 1:
+        print("usage: python -m asyncrl.transport.keys FOLDER", file=sys.stderr)
+        return 2
+    path = Path(arguments[0]) / KEYS_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        Keys.generate().save(path)
+    except FileExistsError:
+        print(f"{path} exists; keys are never replaced", file=sys.stderr)
+        return 2
+    print(f"wrote {path}; only you may read it")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

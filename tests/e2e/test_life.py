@@ -7,6 +7,7 @@ import sqlite3
 
 import pytest
 
+from asyncrl.transport.keys import main as keys_main
 from tests.e2e.command import Launch, gone, interrupt, run, settings, steps, summary, until
 
 END_S = 10.0  # a death ends the run within this time
@@ -100,6 +101,13 @@ def test_two_trainer_ranks_share_the_batches(tmp_path):
     run(tmp_path, settings(run_dir, trainer__steps=3), ranks=2)
     assert summary(run_dir)["conservation"]["trained"] == 3 * 4
     assert [r["train/samples"] for r in steps(run_dir)] == [16, 16, 16]
+
+
+def test_a_run_whose_links_are_encrypted(tmp_path):
+    assert keys_main([str(tmp_path / "keys")]) == 0
+    run_dir = tmp_path / "run"
+    run(tmp_path, settings(run_dir, trainer__steps=2, transport__keys_dir=tmp_path / "keys"))
+    assert summary(run_dir)["steps"] == 2
 
 
 def test_a_sweep_runs_every_job_in_a_folder_of_its_own(tmp_path):
