@@ -27,7 +27,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from asyncrl.config.schema import Config
 from asyncrl.rollouts.types import TrainSample
 from asyncrl.training import packing
-from asyncrl.training.attention import Documents, document_attention
+from asyncrl.training.attention import document_attention
+from asyncrl.training.documents import Documents
 from asyncrl.training.mesh import open_mesh
 from asyncrl.training.model import prepare
 from asyncrl.training.step import Trainer

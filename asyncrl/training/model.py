@@ -13,7 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from asyncrl.training.attention import ATTENTION, TakeRows, register
+from asyncrl.training.attention import ATTENTION, register
+from asyncrl.training.documents import TakeRows
 from asyncrl.training.errors import ModelError
 from asyncrl.training.head import selected_logprob_entropy
 from asyncrl.training.packing import PackedBatch

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.loss import LossMask
 from asyncrl.rollouts.types import TrainSample
-from asyncrl.training.attention import Documents
+from asyncrl.training.documents import Documents
 from asyncrl.training.errors import BatchError
 
 SHARE_BELOW = 0.75  # share prompts if that leaves at most this part of the tokens

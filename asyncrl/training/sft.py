@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.loss import LossMask
 from asyncrl.data.chat import Conversation
-from asyncrl.training.attention import Documents
+from asyncrl.training.documents import Documents
 from asyncrl.training.exact import exact
 from asyncrl.training.metrics import StepReport
 from asyncrl.training.optim import learning_rate, local_square_norm

@@ -3,11 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.training.attention import WASTE, Documents, _buckets, document_attention
+from asyncrl.training.attention import document_attention
+from asyncrl.training.documents import Documents
 from asyncrl.training.errors import ModelError
 from asyncrl.training.exact import exact
 from asyncrl.training.model import prepare
@@ -175,23 +174,6 @@ def test_a_nan_stays_in_its_own_document():
         assert torch.isfinite(g[:, :, :6]).all() and torch.isfinite(g[:, :, 11:]).all()
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(0, 60), min_size=1, max_size=40))
-def test_buckets_hold_every_token_once_and_waste_little(lengths):
-    lengths = sorted(lengths, reverse=True)
-    buckets = _buckets(lengths, 7, CPU)
-    assert sum(b.tokens for b in buckets) == sum(lengths)
-    assert sum(b.rows for b in buckets) == sum(n > 0 for n in lengths)
-    position = 7
-    for b in buckets:
-        assert b.start == position
-        assert b.rows * b.length <= WASTE * b.tokens
-        position += b.tokens
-        x = torch.arange(float(position))[:, None, None]
-        back = b.unpad(b.pad(x))
-        assert torch.equal(back, x[b.start : b.start + b.tokens])
-
-
 def test_no_mask_of_the_whole_row_is_built():
     policy = prepare(tiny_lm(), torch.float32)
     samples = make_samples(groups=40, size=8, answer=(4, 6))
@@ -211,8 +193,3 @@ def test_what_attention_cannot_reproduce_is_refused():
         document_attention(torch.nn.Identity(), x, x, x, None, documents=documents, dropout=0.1)
     with pytest.raises(ModelError, match="keyword"):
         document_attention(torch.nn.Identity(), x, x, x, None)
-
-
-def test_unsorted_documents_are_refused():
-    with pytest.raises(ValueError, match="sorted"):
-        Documents([2, 3])

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncrl.training.attention import Documents, document_attention
+from asyncrl.training.attention import document_attention
+from asyncrl.training.documents import Documents
 from asyncrl.training.head import selected_logprob_entropy
 from asyncrl.training.mesh import open_mesh
 from asyncrl.training.model import prepare
