@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,3 +92,19 @@ def test_data_that_the_template_cannot_render_ends_the_run_with_its_reason(tmp_p
         run(cfg, tmp_path / "run")
     summary = read_summary(tmp_path / "run" / "summary.json")
     assert summary.ended == "failed" and "conversation 6" in summary.reason
+
+
+def test_the_command_on_two_ranks_learns_what_one_rank_learns(tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    losses = []
+    for ranks in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [str(root / "launch" / "train.py"), "+experiment=sft", f"run.dir={tmp_path / str(ranks)}"]
+        command += ["trainer.steps=3", "trainer.threads=1", "report.wandb.enabled=false", "model.new.layers=1"]
+        environ = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, done.stderr
+        assert "finished after 3 steps" in done.stdout
+        records = read_metrics(tmp_path / str(ranks) / "metrics.jsonl")
+        losses.append([record["train/loss"] for record in records if "train/loss" in record])
+    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-4)

@@ -86,13 +86,19 @@ def test_steps_are_those_of_transformers_however_cut(folder, budget):
 
 
 def ranks_job(rank, world, path):
-    return {shard: learn(build(path, rank, world, budget=30, shard=shard)) for shard in (True, False)}
+    """By sharding: the loss before, then what two steps gave."""
+    found = {}
+    for shard in (True, False):
+        trainer = build(path, rank, world, budget=30, shard=shard)
+        found[shard] = trainer.loss(talks()), learn(trainer)
+    return found
 
 
 def test_steps_are_those_of_transformers_on_three_ranks(folder):
     wanted = oracle(folder)
     for by_mode in run_ranks(3, ranks_job, folder):
-        for found in by_mode.values():
+        for before, found in by_mode.values():
+            assert before == pytest.approx(wanted[0][0], rel=1e-9)
             close(found, wanted)
 
 
