@@ -178,11 +178,10 @@ class Conductor:
         self.progress.synced(message.header)
 
     def _on_dropped(self, message: Message) -> None:
-        """A generator missed a deadline of the weight push; the supervisor starts it again once it has stopped."""
+        """A generator missed a deadline of the weight push. The publisher tells it so; it ends and is started again."""
         name, reason = message.header["generator"], message.header["reason"]
         if name in self.desk.fleet:
             self.progress.event(f"{name} is given up: {reason}", warning=True)
-            self.outbox.put(name, "stop", {"reason": reason})
             self.desk.lose(name)
 
     def _on_sample(self, message: Message) -> None:
@@ -219,7 +218,8 @@ class Conductor:
         self.desk.pump(self.version)
         self._cut()
         if self._finished:
-            self._command("stop", {"reason": "finished"})
+            for peer in [*(engine.name for engine in self.desk.fleet.live), *self.trainers.values()]:
+                self.outbox.put(peer, "stop", {"reason": "finished"})
             self._stopping = True
 
     def _cut(self) -> None:

@@ -9,6 +9,7 @@ from asyncrl.actors.batches import Batch
 from asyncrl.actors.evaluation import Evaluation
 from asyncrl.config.schema import Config
 from asyncrl.report.idle import BusyMeter, Clock, idle_share
+from asyncrl.report.metrics import read_lines
 from asyncrl.report.reporter import Reporter
 from asyncrl.report.summary import Ended
 
@@ -21,6 +22,7 @@ class Progress:
         self.totals: Counter[str] = Counter()
         self.sync: dict[str, Any] = {}
         self.sync_seconds = 0.0
+        self._synced_version = -1
         self._trainer = BusyMeter(clock)
         self._generators: dict[str, BusyMeter] = {}
         self._busy: set[str] = set()
@@ -60,14 +62,30 @@ class Progress:
         self.totals["generated"] += tokens
 
     def synced(self, report: dict[str, Any]) -> None:
-        """One engine committed a push; ``report`` is its ``committed`` message."""
-        self.sync_seconds += report["seconds"]
-        self.totals["syncs"] += 1
-        self.sync = {
-            "sync/seconds": report["seconds"],
-            "sync/pause_s": report["pause_s"],
-            "sync/bytes": report["bytes"],
+        """One engine committed a push; ``report`` is its ``committed`` message. Engines of one version are one push,
+        as slow as the slowest."""
+        first = report["version"] != self._synced_version
+        self._synced_version = report["version"]
+        before = {} if first else self.sync
+        self.totals["syncs"] += first
+        found = {
+            f"sync/{key}": max(report[key], before.get(f"sync/{key}", 0)) for key in ("seconds", "pause_s", "bytes")
         }
+        self.sync_seconds += found["sync/seconds"] - before.get("sync/seconds", 0)
+        self.sync = found
+
+    def resume(self, checkpoint: int) -> None:
+        """Go on counting from what earlier attempts of the run reported.
+
+        Steps behind the ``checkpoint`` train again, so their tokens are not counted twice.
+        """
+        for line in read_lines(self.reporter.run_dir / "metrics.jsonl"):
+            self.totals["generated"] = int(line.get("tokens/generated", self.totals["generated"]))
+            self.totals["syncs"] = int(line.get("sync/count", self.totals["syncs"]))
+            self.sync_seconds = float(line.get("sync/seconds_total", self.sync_seconds))
+            if line["step"] <= checkpoint:
+                self.totals["trained"] = int(line.get("tokens/trained", self.totals["trained"]))
+        self._last = Counter(self.totals)
 
     def step(self, batch: Batch, report: dict[str, Any], counts: dict[str, Any], more: dict[str, Any]) -> None:
         """Report one step: the batch's figures, the trainer's, the conservation law, rates and idle shares."""

@@ -53,8 +53,11 @@ class Generators:
     def heal(self, name: str) -> str | None:
         """Restart ``name`` after its death; a reason to end the run when its budget is spent, else None."""
         process = self.running.pop(name)
-        how = describe_exit(process.wait())
+        code = process.wait()
         kill_session(process.pid)
+        if code == 0:
+            return None  # the controller told it to stop
+        how = describe_exit(code)
         self.restarts[name] = self.restarts.get(name, 0) + 1
         if self.restarts[name] > self.max_restarts:
             return f"{name} died {self.restarts[name]} times, the last by {how}; its log is {self.log(name)}"

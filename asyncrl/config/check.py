@@ -201,10 +201,6 @@ def check_run(config: Config) -> Iterator[Problem]:
 def check_devices(config: Config, place: Place, gpus: int) -> Iterator[Problem]:
     """Engines and trainer ranks fit on this machine's GPUs."""
     generator = config.generator
-    if config.weights.backend in ("nccl", "ipc") and gpus == 0:
-        yield Problem(
-            "weights.backend", f"{config.weights.backend} needs GPUs and this machine has none", "weights.backend=zmq"
-        )
     if gpus == 0:
         share, replicas = generator.memory_share, generator.replicas
         if replicas * share > 0.95:

@@ -171,7 +171,7 @@ class OptimConfig:
 class WeightsConfig:
     """The push of new weights from trainers to engines."""
 
-    backend: Literal["zmq", "nccl", "ipc"] = "zmq"  # the last two need GPUs
+    backend: Literal["zmq"] = "zmq"
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""  # wire dtype; empty: generator.dtype
     chunk_bytes: Positive = 16 * 2**20
     window_bytes: Positive = 64 * 2**20  # most bytes in flight to one engine
@@ -233,7 +233,6 @@ class DeadlineConfig:
 
     start_s: Seconds = 600.0  # until the first generator serves
     batch_s: Seconds = 600.0  # until the next batch is full
-    report_s: Seconds = 600.0  # until the trainers report a step
     shutdown_s: Seconds = 10.0
 
 

@@ -119,7 +119,6 @@ MACHINE = (
     M("time/optimizer_s", "s", "of it: clipping and optimizer"),
     M("time/gather_wait_s", "s", "of it: waiting until the gathers of the last push had ended"),
     M("time/batch_wait_s", "s", "a trainer's wait for the batch"),
-    M("time/reward_s", "s", "mean time from sample received to scored"),
     M("idle/generator", "share", "of the training span in which a generator ran no request, mean over generators"),
     M("idle/trainer", "share", "of the training span in which the trainer computed no step"),
     M("sync/seconds", "s", "announce to the last commit, of the newest finished push"),

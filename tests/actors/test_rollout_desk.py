@@ -5,12 +5,14 @@ from __future__ import annotations
 from unittest.mock import MagicMock
 
 import numpy as np
+import pytest
 
 from asyncrl.actors.rollout_desk import RolloutDesk
+from asyncrl.config.errors import RunFailed
 from asyncrl.config.schema import Config
 from asyncrl.rollouts.slot_state import SlotState
 from asyncrl.rollouts.slots import Slots
-from asyncrl.rollouts.types import Group, Prompt
+from asyncrl.rollouts.types import Group, Prompt, Sample
 
 
 def test_waiting_groups_are_asked_for_once_their_turn_comes():
@@ -40,3 +42,50 @@ def test_waiting_groups_are_asked_for_once_their_turn_comes():
     desk.slots.mark_trained(1)
     desk.committed("generator/0", 2)
     assert asked() == [6, 7]
+
+
+def scored_group(desk: RolloutDesk, rewards: list[float | None], failure: str = "raised: ValueError") -> Group:
+    """An admitted group of ``desk`` whose samples have these rewards; None is a failed one."""
+    ordinal = desk.slots.admit()
+    assert ordinal is not None
+    samples = [
+        Sample(ordinal, i, np.ones(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), "stop", "generator/0",
+               reward=reward, failure=failure if reward is None else None)
+        for i, reward in enumerate(rewards)
+    ]  # fmt: skip
+    desk.groups[ordinal] = Group(ordinal, Prompt(f"train:{ordinal}", ordinal, np.zeros(3, np.int32), {}), samples)
+    return desk.groups[ordinal]
+
+
+def small_desk(**algorithm) -> RolloutDesk:
+    cfg = Config()
+    cfg.batch.groups, cfg.batch.group_size = 2, 2
+    for key, value in algorithm.items():
+        setattr(cfg.algorithm, key, value)
+    return RolloutDesk(cfg, MagicMock(), MagicMock(), MagicMock(), MagicMock(), MagicMock())
+
+
+def test_verl_953_a_run_of_equal_rewards_ends_with_the_diagnosis():
+    desk = small_desk(max_filtered_groups=3)
+    for _ in range(2):
+        desk.decide(scored_group(desk, [1.0, 1.0]))
+    desk.decide(scored_group(desk, [1.0, 0.0]))  # variance: the count starts anew
+    for _ in range(2):
+        desk.decide(scored_group(desk, [0.0, 0.0]))
+    with pytest.raises(RunFailed, match="0 of the last 3 groups had reward variance"):
+        desk.decide(scored_group(desk, [0.0, 0.0]))
+    assert desk.slots.counters()["filtered"] == {"equal rewards": 5}
+
+
+def test_a_group_of_failed_rewards_fails_with_its_reason_and_frees_its_slot():
+    desk = small_desk()
+    desk.decide(scored_group(desk, [None, 1.0]))
+    assert desk.slots.counters()["failed"] == {"raised": 1}
+    assert desk.slots.counters()["slots_held"] == 0 and not desk.groups
+
+
+def test_too_many_failed_rewards_end_the_run_with_the_last_reason():
+    desk = small_desk()
+    desk._group_scored(scored_group(desk, [None, 1.0], "timeout: no answer within 10 s"), [])
+    with pytest.raises(RunFailed, match=r"3 of the last 4 rewards failed, the last with: timeout: no answer"):
+        desk._group_scored(scored_group(desk, [None, None], "timeout: no answer within 10 s"), [])

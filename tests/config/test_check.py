@@ -67,8 +67,6 @@ CONTRADICTIONS = [
     ({"transport.keys_dir": "/no/such/folder"}, "transport.keys_dir"),
     ({"transport.heartbeat_s": 5.0, "transport.dead_after_s": 6.0}, "transport.dead_after_s"),
     ({"weights.chunk_bytes": 2, "weights.window_bytes": 1}, "weights.window_bytes"),
-    ({"weights.backend": "nccl"}, "weights.backend"),
-    ({"weights.backend": "ipc"}, "weights.backend"),
     ({"env.train_seed": 2, "env.heldout_seed": 2}, "env.heldout_seed"),
     ({"env.train_seed": 2, "env.size": 10, "env.heldout_seed": 11}, "env.heldout_seed"),
     ({"env.train_seed": 100, "env.heldout_seed": 90, "env.heldout_size": 11}, "env.heldout_seed"),
@@ -130,7 +128,6 @@ def test_all_problems_are_reported_at_once(make):
             ["generator.replicas"],
         ),
         ({"generator.tensor_parallel": 4}, {}, 2, ["generator.tensor_parallel"]),
-        ({"weights.backend": "nccl"}, {}, 1, []),
         ({}, {"local_world_size": 3, "world_size": 3}, 2, ["--nproc-per-node"]),
         ({}, {"local_world_size": 2, "world_size": 2}, 2, []),
         ({}, {"local_world_size": 2, "world_size": 2}, 0, []),  # gloo ranks share the CPU

@@ -81,6 +81,7 @@ def test_a_run_killed_as_a_whole_resumes_and_trains_no_group_twice(tmp_path):
     assert "resumed from version 3" in resumed.output
     assert_each_group_was_trained_at_most_once(run_dir)
     again = {r["step"]: r for r in steps(run_dir) if r["attempt"] == 1}
+    assert again[12]["tokens/trained"] == sum({r["step"]: r["train/tokens"] for r in steps(run_dir)}.values())
     assert min(again) == 4
     for record in before[3:]:  # applied again on the same samples: the same step, to the last digit
         assert again[record["step"]]["train/loss"] == record["train/loss"]
