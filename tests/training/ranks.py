@@ -1,4 +1,4 @@
-"""Runs a function on real gloo ranks, each a process of its own."""
+"""Runs a function on real ranks, each a process of its own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 
-def _rank(function: Callable[..., Any], rank: int, world: int, store: str, results: Any, args: tuple[Any, ...]) -> None:
+def _rank(
+    function: Callable[..., Any], rank: int, world: int, backend: str, store: str, results: Any, args: tuple[Any, ...]
+) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     try:
         results.put((rank, True, function(rank, world, *args)))
@@ -29,13 +31,17 @@ def _rank(function: Callable[..., Any], rank: int, world: int, store: str, resul
     dist.destroy_process_group()
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 200.0) -> list[Any]:
+def run_ranks(
+    world: int, function: Callable[..., Any], *args: Any, backend: str = "gloo", timeout_s: float = 200.0
+) -> list[Any]:
     """``function(rank, world, *args)`` on ``world`` ranks; the results (picklable, no tensors) by rank."""
     spawn = multiprocessing.get_context("spawn")
     results: Any = spawn.Queue()
     with tempfile.TemporaryDirectory() as folder:
         workers = [
-            spawn.Process(target=_rank, args=(function, r, world, f"{folder}/store", results, args), daemon=True)
+            spawn.Process(
+                target=_rank, args=(function, r, world, backend, f"{folder}/store", results, args), daemon=True
+            )
             for r in range(world)
         ]
         for w in workers:

@@ -14,6 +14,7 @@ from asyncrl.training.mesh import open_mesh
 from asyncrl.training.model import prepare
 from asyncrl.training.packing import pack
 from asyncrl.training.step import Trainer, build_trainer
+from tests.training.ranks import run_ranks
 from tests.training.tiny import make_samples, tiny_folder, tiny_lm, tiny_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -109,3 +110,37 @@ def test_head_neither_rounds_nor_holds_the_logits():
     assert (logp.double() - exact).abs().max() < 1e-4
     # fp32 dW and dH, their bf16 copies, and a few buffers of 1024 x 8192 logits; all logits would take 1.6 GB.
     assert peak < 6 * (v + m) * e + 6 * 4 * 1024 * 8192
+
+
+def gradient_job(rank, world, path):
+    """(gradient, loss) of one step in fp32 and in bf16, on this rank's GPU."""
+    out = {}
+    for dtype in ("float32", "bfloat16"):
+        cfg = tiny_run(path, "float32")
+        cfg.model.compute_dtype = dtype
+        trainer, seen = build_trainer(cfg, rank, world), []
+
+        def look(trainer=trainer, seen=seen):
+            for _, p in trainer.named_parameters_hf():
+                grad = p.grad.full_tensor() if trainer.sharded else p.grad
+                seen.append(grad.double().cpu().numpy().ravel())
+
+        mine = make_samples(groups=6, size=8)[rank::world]
+        report = trainer.step([mine, []] if rank else [mine[:5], mine[5:]], look)
+        out[dtype] = np.concatenate(seen), report.loss
+    return out
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_the_gradient_of_one(tmp_path):
+    path = tiny_folder(tmp_path / "model")
+    backend = "cpu:gloo,cuda:nccl"
+    (one,) = run_ranks(1, gradient_job, path, backend=backend)
+    for two in run_ranks(2, gradient_job, path, backend=backend):
+        for dtype, limit in (("float32", 1e-5), ("bfloat16", 2e-2)):
+            gradient, loss = two[dtype]
+            want, want_loss = one[dtype]
+            error = np.linalg.norm(gradient - want) / np.linalg.norm(want)
+            print(f"{dtype}: gradient on two GPUs against one: {error:.2e}")
+            assert error < limit
+            assert loss == pytest.approx(want_loss, abs=0.01)
