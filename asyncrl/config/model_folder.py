@@ -27,7 +27,7 @@ def check_model_folder(folder: Path, max_model_len: int) -> Iterator[Problem]:
     """Every reason for which ``folder`` cannot be trained and served with contexts of ``max_model_len`` tokens."""
     if not folder.is_dir():
         remedy = "give a local folder in Hugging Face format"
-        if folder.parent.name and not folder.parent.exists():
+        if folder.parent.parent == Path.cwd():  # typed as owner/name, which is how the Hub names models
             name = f"{folder.parent.name}/{folder.name}"
             remedy += f"; to fetch one: hf download {name} --local-dir {folder.name}, then model.path={folder.name}"
         yield Problem(KEY, f"{folder} is not a folder", remedy)

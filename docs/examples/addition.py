@@ -1,7 +1,7 @@
 """A task of one's own: sums of two numbers below 100, rewarded by how many digits are right.
 
 python -m torch.distributed.run launch/train.py +experiment=grpo \\
-    env.kind=function env.function=docs/examples/addition.py:task env.size=7500
+    env=function env.function=docs/examples/addition.py:task env.size=7500
 """
 
 from __future__ import annotations

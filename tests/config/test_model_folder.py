@@ -38,6 +38,8 @@ def test_no_folder_but_a_hub_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (text,) = found(tmp_path / "Qwen" / "Qwen3-0.6B")
     assert "is not a folder" in text and "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B" in text
+    (text,) = found(tmp_path / "some" / "deep" / "folder")
+    assert "is not a folder" in text and "hf download" not in text
 
 
 def test_no_tokenizer(folder):

@@ -111,6 +111,23 @@ def test_a_mistake_ends_with_key_and_remedy_before_torch_is_imported(here, watch
     assert list(here.iterdir()) == [], "no folder was made"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["env=chain_sum", "env.task_config.max_terms=3"],
+        ["env=reasoning_gym", "env.task=leg_counting", "env.task_config.max_animals=3"],
+        ["env=function", f"env.function={ROOT}/docs/examples/addition.py:task"],
+    ],
+    ids=["a task of conf/env", "any task of reasoning-gym", "a function"],
+)
+def test_another_task_leaves_nothing_of_the_experiments_task_behind(here, watched, arguments):
+    command = [sys.executable, TRAIN, "+experiment=grpo", "run.dry=true", "model.path=../model", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    config = load_config(here / "outputs" / "latest")
+    assert "min_word_len" not in config.env.task_config
+
+
 def test_an_unknown_experiment_lists_those_that_exist(here):
     result = start(TRAIN, "+experiment=grop")
     assert result.returncode != 0
