@@ -1,4 +1,4 @@
-"""A trainer rank's hold on the processes beside it: local rank 0 starts the supervisor and watches it.
+"""A trainer rank's hold on the processes beside it: rank 0 starts the supervisor and watches it.
 
 When the supervisor fails, this rank ends at once with the reason (torchrun then ends the others); when this rank ends,
 for whatever reason, the supervisor is told to end, and the kernel tells it when nobody else can.

@@ -1,6 +1,6 @@
-"""The supervisor: starts and watches one node's children, the controller on node 0 and the generators.
+"""The supervisor: starts and watches the controller and the generators of this machine.
 
-It is a process of its own, a child of local rank 0, so that a dead generator is restarted while the trainers compute.
+It is a process of its own, a child of rank 0, so that a dead generator is restarted while the trainers compute.
 
 - A generator that dies is restarted, at most ``generator.max_restarts`` times each; it rejoins the controller, which
   gives it the current weights. One more death ends the run with the reason.
@@ -32,7 +32,7 @@ CONTROLLER_START_S = 60.0
 
 @dataclass
 class Generators:
-    """The generator processes of this node, by name."""
+    """The generator processes, by name."""
 
     config: Path
     logs: Path
@@ -74,8 +74,8 @@ def _on_sigterm(_signum: int, _frame: object) -> None:
     raise Stopped
 
 
-def supervise(cfg: Config, run_dir: Path, node: int, ranks: int, ready_fd: int) -> int:
-    """Run this node's children until the controller ends. Returns the exit code."""
+def supervise(cfg: Config, run_dir: Path, ranks: int, ready_fd: int) -> int:
+    """Run the children until the controller ends. Returns the exit code."""
     config, logs = run_dir / "config.json", run_dir / "logs"
     logs.mkdir(exist_ok=True)
     controller = None
@@ -94,9 +94,8 @@ def supervise(cfg: Config, run_dir: Path, node: int, ranks: int, ready_fd: int) 
         generators.controller = json.loads(line)["endpoint"]
         os.write(ready_fd, (line + "\n").encode())
         os.close(ready_fd)
-        first = node * cfg.generator.replicas
         for index in range(cfg.generator.replicas):
-            generators.start(f"generator/{first + index}")
+            generators.start(f"generator/{index}")
         return _watch(controller, generators)
     except Stopped:
         return 143
@@ -140,9 +139,8 @@ def _wait_any(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="starts and watches the controller and the generators of one node")
+    parser = argparse.ArgumentParser(description="starts and watches the controller and the generators")
     parser.add_argument("--run-dir", required=True, type=Path)
-    parser.add_argument("--node", type=int, default=0)
     parser.add_argument("--ranks", type=int, required=True, help="trainer ranks of the whole run")
     parser.add_argument(
         "--ready-fd", type=int, required=True, help="a pipe that gets the controller's endpoint as JSON"
@@ -151,7 +149,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _on_sigterm)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     cfg = load_config(arguments.run_dir / "config.json")
-    return supervise(cfg, arguments.run_dir, arguments.node, arguments.ranks, arguments.ready_fd)
+    return supervise(cfg, arguments.run_dir, arguments.ranks, arguments.ready_fd)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ A rank does what the controller says, in the order it says it, and knows nothing
 The push of version v + 1 overlaps with the next forward and backward: the trainer waits only until the bytes no longer
 depend on live parameters, just before the optimizer changes them (``publisher.wait_gathered``).
 
-Local rank 0 starts the supervisor, which starts the controller and the generators, before it imports torch: the
+Rank 0 starts the supervisor, which starts the controller and the generators, before it imports torch: the
 engines load while the trainer does.
 """
 

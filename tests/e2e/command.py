@@ -25,7 +25,7 @@ from asyncrl.config.processes import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 
 
 def settings(run_dir: Path, **more: Any) -> list[str]:

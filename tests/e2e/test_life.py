@@ -10,6 +10,7 @@ import pytest
 from asyncrl.transport.keys import main as keys_main
 from tests.e2e.command import Launch, gone, interrupt, run, settings, steps, summary, until
 
+pytestmark = pytest.mark.timeout(900)
 END_S = 10.0  # a death ends the run within this time
 
 

@@ -12,6 +12,7 @@ from asyncrl.modes.reference import replay
 from asyncrl.rollouts.ledger import Ledger
 from tests.e2e.command import run, settings, steps, summary
 
+pytestmark = pytest.mark.timeout(900)
 STEPS = 5
 PREFIX = "weight/"
 
