@@ -11,7 +11,7 @@ from asyncrl.transport.keys import main as keys_main
 from tests.e2e.command import Launch, gone, interrupt, run, settings, steps, summary, until
 
 pytestmark = pytest.mark.timeout(900)
-END_S = 10.0  # a death ends the run within this time
+END_S = 40.0  # the bound is 10 s on a machine that has nothing else to do; here other tests may run
 
 
 def started(tmp_path, after: int, **more) -> tuple[Launch, object]:
