@@ -43,6 +43,7 @@ class Engine:
     workers: dict[int, str] = field(default_factory=dict)
     version: int = -1  # committed last
     dropped: bool = False
+    left: set[str] = field(default_factory=set)  # peers whose link was lost
 
     @property
     def complete(self) -> bool:
@@ -125,11 +126,18 @@ class Subscribers:
 
     def _lost(self, peer: str, reason: str) -> None:
         self._fail(peer, PeerLost(reason))
-        engine = self._engine_of.pop(peer, None)
-        if engine is not None and peer in engine.peers:
-            self._engines.pop(engine.name, None)
-            for other in engine.peers:
-                self._engine_of.pop(other, None)
+        engine = self._engine_of.get(peer)
+        if engine is not None:
+            engine.left.add(peer)
+            self._forget(engine)
+
+    def _forget(self, engine: Engine) -> None:
+        """Take ``engine`` out of the books, but not a newer one that goes by its names."""
+        if self._engines.get(engine.name) is engine:
+            del self._engines[engine.name]
+        for peer in engine.peers:
+            if self._engine_of.get(peer) is engine:
+                del self._engine_of[peer]
 
     # -- one version --------------------------------------------------------------------------------------------------
 
@@ -204,10 +212,11 @@ class Subscribers:
         if engine.dropped:
             return
         engine.dropped = True
+        self._forget(engine)
+        if engine.frontend in engine.left and engine.frontend in self._listener.peers:
+            return  # a restarted generator goes by this name already; the controller knows that the old one is gone
         self.dropped[engine.name] = reason
-        self._engines.pop(engine.name, None)
         for peer in engine.peers:
-            self._engine_of.pop(peer, None)
             if peer in self._listener.peers:
                 # told without waiting: it may be the one that does not listen
                 await asyncio.gather(
