@@ -57,7 +57,10 @@ def test_a_killed_generator_is_replaced_while_training_goes_on(tmp_path):
     assert_each_group_was_trained_at_most_once(run_dir)
 
 
-@pytest.mark.parametrize("victim", ["rank", "controller", "torchrun", "supervisor"])
+SLOW = [pytest.param(victim, marks=pytest.mark.slow) for victim in ("rank", "torchrun", "supervisor")]
+
+
+@pytest.mark.parametrize("victim", ["controller", *SLOW])
 def test_a_death_ends_the_run_in_time_and_leaves_no_process(tmp_path, victim):
     launch, _ = started(tmp_path, 2)
     everything = launch.descendants()
@@ -105,6 +108,7 @@ def test_two_trainer_ranks_share_the_batches(tmp_path):
     assert [r["train/samples"] for r in steps(run_dir)] == [16, 16, 16]
 
 
+@pytest.mark.slow
 def test_a_run_whose_links_are_encrypted(tmp_path):
     assert keys_main([str(tmp_path / "keys")]) == 0
     run_dir = tmp_path / "run"
@@ -112,6 +116,7 @@ def test_a_run_whose_links_are_encrypted(tmp_path):
     assert summary(run_dir)["steps"] == 2
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_every_job_in_a_folder_of_its_own(tmp_path):
     overrides = [s for s in settings(tmp_path / "unused", trainer__steps=2) if not s.startswith("run.dir")]
     run(tmp_path, [*overrides, f"run.sweep_root={tmp_path}/sweeps", "optim.lr=1e-4,3e-4"], flags=["-m"])

@@ -28,7 +28,7 @@ def master_weights(run_dir):
     return {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-9), ("float32", 1e-5)])
+@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-9), pytest.param("float32", 1e-5, marks=pytest.mark.slow)])
 def test_the_weights_after_five_synchronous_steps_are_the_references(tmp_path, dtype, limit):
     run_dir = tmp_path / "run"
     precision = {"trainer__master_dtype": dtype, "model__compute_dtype": dtype}
