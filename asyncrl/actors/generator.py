@@ -142,7 +142,8 @@ class Generator:
         match message.kind:
             case "$joined":
                 who = {"generator": self.name, "role": "frontend", "rank": -1, "workers": 0}
-                await link.send("subscribe", who)
+                # "generator_ready" makes the trainers push, and the publisher must know this engine by then.
+                await link.send("subscribe", who, deadline_s=self._cfg.weights.deadline_s, wait="acked")
                 await self._controller.send("generator_ready")
             case "announce":
                 self._announced = (time.monotonic(), header["bytes"])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.transport.blocking import BlockingDialer
-from asyncrl.transport.errors import ProtocolError, TransportError
+from asyncrl.transport.errors import DeadlineExpired, ProtocolError, TransportError
 from asyncrl.transport.frames import Message, array_of
 from asyncrl.weights.manifest import Manifest, TensorSpec
 from asyncrl.weights.messages import PUBLISHER_SCHEMA, worker_name
@@ -79,13 +79,21 @@ class Receiver:
         self._staged: Staged | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._failure: Exception | None = None
+        self._subscribed = threading.Event()  # the publisher knows this worker, or the thread has failed
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"{name} receiver", daemon=True)
 
     def start(self, deadline_s: float = 60) -> None:
-        """Dial the publisher; raises ``DeadlineExpired`` if nobody answers."""
+        """Dial the publisher and return once it knows this worker, so that the next push comes here too.
+
+        Raises ``DeadlineExpired`` if nobody answers.
+        """
         self._link.start(deadline_s=deadline_s)
         self._thread.start()
+        if not self._subscribed.wait(deadline_s):
+            raise DeadlineExpired(self._link.name, deadline_s, "the publisher to take its subscription")
+        if self._failure is not None:
+            raise self._failure
 
     def take(self, version: int) -> Staged:
         """The complete bytes of ``version``. Raises ``RuntimeError`` if they are not here."""
@@ -117,6 +125,7 @@ class Receiver:
             if not self._closing:
                 self._failure = error
                 self._try_report(error)
+            self._subscribed.set()
 
     def _try_report(self, error: TransportError) -> None:
         version = -1 if self._staged is None else self._staged.version
@@ -130,7 +139,8 @@ class Receiver:
         match message.kind:
             case "$joined":
                 self._staged = None
-                self._link.send("subscribe", self._who)
+                self._link.send("subscribe", self._who, wait="acked")
+                self._subscribed.set()
             case "announce":
                 self._announced(version, Manifest.from_bytes(message.buffers[0]))
                 self._link.send("ready", {"version": version})

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import numpy as np
 import pytest
 import torch
 
-from asyncrl.transport.errors import ProtocolError
+from asyncrl.transport.blocking import BlockingListener
+from asyncrl.transport.errors import DeadlineExpired, ProtocolError
 from asyncrl.weights.manifest import ALIGN, Manifest
-from asyncrl.weights.staging import Staged
+from asyncrl.weights.messages import PUBLISHER_SCHEMA
+from asyncrl.weights.staging import Receiver, Staged
 
 
 def manifest() -> Manifest:
@@ -79,3 +82,27 @@ def test_manifest_round_trip():
 def test_what_is_no_manifest_is_refused(rows):
     with pytest.raises(ProtocolError, match="not a manifest"):
         Manifest.from_bytes(json.dumps(rows).encode())
+
+
+def test_a_receiver_has_started_once_the_publisher_knows_it():
+    """A push that begins before would leave the engine out, and nothing would come after it."""
+    with BlockingListener("publisher", PUBLISHER_SCHEMA) as publisher:
+        receiver = Receiver(publisher.endpoint, "generator/0", 0, 1)
+        starting = threading.Thread(target=receiver.start, daemon=True)
+        starting.start()
+        while (message := publisher.recv(deadline_s=30, waiting_for="the subscription")).kind != "subscribe":
+            pass
+        starting.join(0.3)
+        assert starting.is_alive(), "the publisher has the message but has not dealt with it"
+        publisher.done(message)
+        starting.join(30)
+        assert not starting.is_alive()
+        receiver.close()
+
+
+def test_a_receiver_that_the_publisher_does_not_take_says_so():
+    with BlockingListener("publisher", PUBLISHER_SCHEMA) as publisher:
+        receiver = Receiver(publisher.endpoint, "generator/0", 0, 1)
+        with pytest.raises(DeadlineExpired, match="for the publisher to take its subscription"):
+            receiver.start(deadline_s=0.5)
+        receiver.close()
