@@ -30,8 +30,6 @@ from asyncrl.transport.links import Listener
 
 BATCHES_AHEAD = 2  # one in training and one waiting at the trainer, so that it never waits for a cut
 
-PUSH_AGAIN_S = 5.0  # between reminders to push to a generator that has not committed yet
-
 
 class Conductor:
     """One run's conductor over ``ranks`` trainers. ``version`` counts the batches that the trainers have consumed."""
@@ -169,18 +167,8 @@ class Conductor:
         self.outbox.put(generator, "welcome", {"publisher": self.publisher})
 
     def _on_generator_ready(self, message: Message) -> None:
-        self._ask_for_weights(message.peer)
-
-    def _ask_for_weights(self, generator: str) -> None:
-        """Have the trainers push what they hold, again until it is committed.
-
-        The generator's workers reach the publisher over links of their own, perhaps after the command has; a push that
-        finds nobody lacking the version costs nothing.
-        """
-        if any(engine.name == generator for engine in self.desk.fleet.joining):
-            self._command("publish")
-            again = partial(self._inbox.put_nowait, partial(self._ask_for_weights, generator))
-            asyncio.get_running_loop().call_later(PUSH_AGAIN_S, again)
+        """The publisher knows its workers and its frontend: have the trainers push what they hold."""
+        self._command("publish")
 
     def _on_generator_failed(self, message: Message) -> None:
         self.progress.event(f"{message.peer}: {message.header['reason']}", warning=True)
