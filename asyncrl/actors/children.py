@@ -16,7 +16,7 @@ from types import TracebackType
 
 from asyncrl.actors.process import end, read_line, spawn
 from asyncrl.config.context import RunContext
-from asyncrl.config.processes import describe_exit, die_with_parent
+from asyncrl.config.processes import describe_exit, die_with_parent, interrupt_once
 from asyncrl.config.schema import Config
 
 CONTROLLER_START_S = 90.0
@@ -32,6 +32,7 @@ class Children:
         self._leaving = False
 
     def __enter__(self) -> Children:
+        interrupt_once()
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent(signal.SIGTERM)  # torchrun's own SIGKILL would leave its ranks behind
         if self.context.rank == 0:

@@ -21,7 +21,7 @@ from asyncrl.actors.outbox import Outbox
 from asyncrl.actors.progress import Progress
 from asyncrl.actors.recovering import recover_run
 from asyncrl.actors.rollout_desk import RolloutDesk
-from asyncrl.config.errors import RunFailed
+from asyncrl.config.errors import RunFailed, RunInterrupted
 from asyncrl.config.schema import Config
 from asyncrl.rollouts.ledger import Ledger
 from asyncrl.rollouts.types import Group
@@ -155,6 +155,9 @@ class Conductor:
 
     def _on_trainer_failed(self, message: Message) -> None:
         raise RunFailed(f"{message.peer} failed: {message.header['reason']}")
+
+    def _on_interrupted(self, message: Message) -> None:
+        raise RunInterrupted(f"{message.peer} was interrupted")
 
     def _on_generator_hello(self, message: Message) -> None:
         if message.peer in self.desk.fleet:

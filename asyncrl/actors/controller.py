@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.config.errors import RunFailed
+from asyncrl.config.errors import RunFailed, RunInterrupted
 from asyncrl.config.files import load_config
 from asyncrl.config.schema import Config
 from asyncrl.transport.links import Listener
@@ -65,9 +65,10 @@ async def _conduct(cfg: Config, run_dir: Path, ranks: int, listener: Listener) -
     except asyncio.CancelledError:
         progress.finish("interrupted", "stopped by SIGTERM", counters())
         return 143
-    except BaseException as error:  # noqa: BLE001 - the summary is written whatever ended the run
+    except BaseException as raised:  # noqa: BLE001 - the summary is written whatever ended the run
+        error = _first(raised)
         reason = _reason(error, run_dir)
-        progress.finish("failed", reason, counters())
+        progress.finish("interrupted" if isinstance(error, RunInterrupted) else "failed", reason, counters())
         print(f"controller: {reason}", file=sys.stderr)
         return 1
 
@@ -102,10 +103,15 @@ async def opened(
             yield Conductor(cfg, ranks, listener, desk, ledger, progress, outbox)
 
 
-def _reason(error: BaseException, run_dir: Path) -> str:
-    """One line for the user; the traceback of anything but a named failure goes to the run's log folder."""
+def _first(error: BaseException) -> BaseException:
+    """What was raised first inside the task groups of the loop."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    return error
+
+
+def _reason(error: BaseException, run_dir: Path) -> str:
+    """One line for the user; the traceback of anything but a named failure goes to the run's log folder."""
     if isinstance(error, RunFailed):
         return str(error)
     log = run_dir / "logs" / "controller.log"

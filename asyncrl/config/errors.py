@@ -55,6 +55,10 @@ class RunFailed(Exception):
     """An expected end of a run, for example an expired deadline: the text is the reason and, if any, the remedy."""
 
 
+class RunInterrupted(RunFailed):
+    """The user ended the run (Ctrl-C)."""
+
+
 def tell_torchrun(reason: str) -> None:
     """Has torchrun end its own report of the failure with ``reason``, which is otherwise far above in the output.
 

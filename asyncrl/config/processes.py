@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from types import FrameType
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -23,6 +24,20 @@ def die_with_parent(sig: signal.Signals = signal.SIGKILL, parent: int | None = N
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), sig)
+
+
+def interrupt_once() -> None:
+    """Let the first SIGINT raise KeyboardInterrupt and ignore the later ones, so that the end it starts is in order.
+
+    A Ctrl-C reaches a rank twice: from the terminal and from torchrun, which passes on its own. Must be called from
+    the main thread.
+    """
+
+    def on_sigint(_signum: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, on_sigint)
 
 
 def describe_exit(code: int) -> str:

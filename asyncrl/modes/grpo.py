@@ -52,6 +52,9 @@ def train(cfg: Config, context: RunContext, controller: str) -> None:
         link.send("trainer_ready", hello)
         try:
             _obey(cfg, context, trainer, publisher, link)
+        except KeyboardInterrupt:
+            link.send("interrupted", deadline_s=5, wait="acked")
+            raise
         except Exception as error:
             link.send("trainer_failed", {"reason": f"{type(error).__name__}: {error}"}, deadline_s=5, wait="acked")
             raise
