@@ -66,6 +66,7 @@ def small_desk(**algorithm) -> RolloutDesk:
 
 
 def test_verl_953_a_run_of_equal_rewards_ends_with_the_diagnosis():
+    """verl #953, DAPO #22: all groups filtered, an error or endless generation."""
     desk = small_desk(max_filtered_groups=3)
     for _ in range(2):
         desk.decide(scored_group(desk, [1.0, 1.0]))

@@ -33,6 +33,7 @@ def test_two_runs_in_one_second_get_two_folders(tmp_path):
 
 
 def test_concurrent_starts_never_share_a_folder(tmp_path):
+    """prime-rl #2992: mkdir and rename races."""
     made = []
     threads = [threading.Thread(target=lambda: made.append(make_unique(tmp_path / "run"))) for _ in range(16)]
     for thread in threads:

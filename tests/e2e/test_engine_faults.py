@@ -36,6 +36,7 @@ def end_of(rig: Rig, seconds: float = 20) -> tuple[int, str]:
 
 
 def test_an_untied_head_is_updated(engine):
+    """PipelineRL 7ae377c, Molt #26, vLLM #51665: a head skipped, or its copy stale."""
     prompt = prompt_of(30)
     with torch.no_grad():
         engine.model.lm_head.weight.mul_(-1)  # the head alone

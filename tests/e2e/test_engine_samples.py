@@ -48,6 +48,7 @@ def test_greedy_evaluation(rig):
 
 
 def test_finish_reasons_are_the_engines(rig):
+    """SkyRL #1319, PipelineRL fd2fc3b, TRL #5330: truncation guessed from the last token."""
     samples = rig.generate(3, 64, prompt_of(12), temperature=1.3, max_tokens=48)
     stopped = [s for s in samples if s.finish_reason == "stop"]
     cut = [s for s in samples if s.finish_reason == "length"]

@@ -48,6 +48,7 @@ def mixed_logprobs(models: dict, prompt: list[int], tokens: np.ndarray, versions
 
 
 def test_requests_survive_an_update_and_each_token_has_its_version(rig):
+    """AReaL #1569: tokens labelled with the wrong version."""
     prompt = prompt_of(30)
     models = {rig.version: copy.deepcopy(rig.model)}
     rig.ask(20, 32, prompt, max_tokens=300)
@@ -81,6 +82,7 @@ def test_what_had_not_begun_starts_over_under_the_new_weights(rig):
 
 
 def test_a_repeated_prompt_is_prefilled_again_after_an_update(rig):
+    """NeMo #4018, vLLM #42695, lmdeploy #4917: keys and values of older weights served again."""
     prompt = prompt_of(200, seed=3)
 
     def cached() -> int:

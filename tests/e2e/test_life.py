@@ -34,6 +34,7 @@ def assert_each_group_was_trained_at_most_once(run_dir) -> None:
 
 
 def test_a_run_finishes_and_accounts_for_every_group(tmp_path):
+    """prime-rl #2990, #3050: deadlocks at the last version and at shutdown."""
     run_dir = tmp_path / "run"
     run(tmp_path, settings(run_dir))
     result = summary(run_dir)
@@ -48,6 +49,7 @@ def test_a_run_finishes_and_accounts_for_every_group(tmp_path):
 
 
 def test_a_killed_generator_is_replaced_while_training_goes_on(tmp_path):
+    """verl #7155, #3895, TRL #6628, SkyRL #1691: a trainer that waits for ever on a dead engine."""
     launch, run_dir = started(tmp_path, 3, trainer__steps=12, checkpoint__every=0)
     launch.child("asyncrl.actors.generator").kill()
     assert launch.wait() == 0, launch.output
@@ -75,6 +77,7 @@ def test_a_death_ends_the_run_in_time_and_leaves_no_process(tmp_path, victim):
 
 
 def test_a_run_killed_as_a_whole_resumes_and_trains_no_group_twice(tmp_path):
+    """prime-rl #3004: deadlock after a resume. NeMo #3599: prompts skipped or repeated."""
     launch, run_dir = started(tmp_path, 5, checkpoint__every=3)
     launch.kill()
     launch.process.wait()

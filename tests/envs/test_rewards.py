@@ -105,6 +105,7 @@ def test_each_misbehaviour_fails_alone():
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_only_the_hanging_items_time_out(workers):
+    """AReaL #1426, NeMo-Gym #1354: a scorer that hangs. A timeout is not a reward of 0."""
     results = score("0", "hang", "2", "3", "hang", "5", deadline_s=2.0, workers=workers)
     assert [results[i] for i in (1, 4)] == [RewardResult(None, "timeout: no answer within 2 s")] * 2
     assert [results[i].value for i in (0, 2, 3, 5)] == [1, 3, 4, 6]
@@ -126,6 +127,7 @@ def test_an_answer_that_this_process_was_too_busy_to_read_counts():
 
 
 def test_a_scorer_may_limit_itself_with_an_alarm():
+    """verl #6673, #5635, #5839, TRL #5281: signal.alarm scores 0 off the main thread."""
     results = score("impatient", "alarm", "wait 0.5", "3")
     assert results[0].failure == "raised: TimeoutError: my own limit"
     assert [r.value for r in results[1:]] == [1, 1, 4], "an alarm left pending must not strike the next item"

@@ -18,6 +18,7 @@ LENGTHS = st.lists(st.integers(1, BUDGET), max_size=60)
 @settings(max_examples=300, deadline=None)
 @given(LENGTHS, st.integers(1, 5))
 def test_every_plan_is_valid(lengths, ranks):
+    """verl #6176, #5591, TuFT #121, prime-rl #1959, #2515: unequal micro-batch counts hang FSDP."""
     packed = plan(lengths, ranks, BUDGET)
     assert len(packed.rank) == ranks
     assert {len(rank.micro) for rank in packed.rank} == {packed.micro_batches}

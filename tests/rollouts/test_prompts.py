@@ -48,6 +48,7 @@ def test_the_order_looks_random():
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 40), st.integers(0, 100), st.integers(1, 50))
 def test_resumes_at_any_position(size, before, after):
+    """NeMo #3599, EasyR1 #57: prompts skipped or repeated after a resume."""
     cursor = PromptCursor(size, seed=4)
     for _ in range(before):
         cursor.next()
@@ -63,6 +64,7 @@ def test_epoch_counts_up():
 
 @pytest.mark.parametrize("size, seed", [(4, 0), (3, 1)])
 def test_another_order_is_refused_on_resume(size, seed):
+    """NeMo #2519, EasyR1 #57: data changed on resume."""
     with pytest.raises(PromptError, match="same data"):
         PromptCursor.restore(size, seed, PromptCursor(3, seed=0).state())
 

@@ -192,6 +192,7 @@ def run(path: Path, seed: int, actions: int) -> Loop:
 
 
 def test_random_restarts(tmp_path):
+    """AReaL #1345, #1471: capacity inflated after recovery. prime-rl #3004: resume deadlocks."""
     loops = [run(tmp_path / str(seed), seed, 150) for seed in range(12)]
     assert sum(loop.restarts for loop in loops) > 20
     assert sum(loop.lost for loop in loops) > 0

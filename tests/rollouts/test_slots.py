@@ -227,6 +227,7 @@ class TestReadmission:
 
 class TestRandomSchedules:
     def test_bound_liveness_and_conservation(self):
+        """slime #1800, #2278: no bound in asynchronous mode. slime #2238, NeMo #2651: groups dropped, slots leaked."""
         batches, tight = random_schedules(0, 100_000, actions=100)
         assert batches > 400_000
         assert tight > 30_000  # the bound is reached, so a looser one would be wrong

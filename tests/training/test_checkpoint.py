@@ -216,6 +216,7 @@ def test_damage_is_an_error(path, tmp_path, damage):
 
 
 def test_a_crashed_attempt_is_not_a_checkpoint(path, tmp_path):
+    """prime-rl #2628, #2699: half-written checkpoints taken for whole ones."""
     trainer = trainer_on(path)
     trainer.save(tmp_path)
     (tmp_path / ".step_000007.tmp" / "state").mkdir(parents=True)

@@ -166,6 +166,7 @@ def test_mismatch_is_measured_on_current_samples_of_one_version_and_split_from_s
 
 
 def test_report_means_are_over_all_tokens_not_over_micro_batches(path):
+    """TRL #4772: token, sequence and geometric ratios, sample size and clip shares, not one mean alone."""
     samples = make_samples(groups=5, size=3)
     one, cut = (build_trainer(tiny_run(path), 0, 1).step(m) for m in ([samples], [samples[:2], [], samples[2:]]))
     names = "loss entropy ratio_mean ratio_max ratio_sequence_mean ratio_geometric_mean ess_share approx_kl"

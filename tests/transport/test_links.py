@@ -116,6 +116,8 @@ def test_credit_in_bytes_and_a_message_larger_than_all_of_it() -> None:
 
 
 def test_an_expired_wait_names_owner_time_reason_and_state() -> None:
+    """verl #7155, #3895: waits without an end. Owner, reason and deadline are said."""
+
     async def test() -> None:
         async with Listener("controller", SCHEMA) as listener, Dialer("trainer/0", SCHEMA, listener.endpoint):
             await take(listener, "$joined")
@@ -316,6 +318,8 @@ def test_a_newer_process_takes_the_name_and_an_older_one_does_not() -> None:
 
 
 def test_a_port_in_use_is_named_and_nothing_is_left_behind() -> None:
+    """NeMo #2380, AReaL #653, SkyRL #1302, prime-rl #2310: ports picked, then taken by others. Ours bind port 0."""
+
     async def test() -> None:
         async with Listener("controller", SCHEMA) as listener:
             second = Listener("second", SCHEMA, address=listener.endpoint)

@@ -100,6 +100,7 @@ def test_without_a_checkpoint_the_engines_own_parameters_are_counted(engine):
 
 @pytest.mark.parametrize("name", ["lm_head", "rotor"])
 def test_what_the_engine_ignores_or_refuses_is_named(engine, name):
+    """SkyRL #1737, verl #7443: tensors skipped by name rules."""
     with pytest.raises(WeightMismatch, match=rf"match nothing in the engine: {name}$"):
         update(engine, staged(TENSORS | {name: torch.zeros(1)}))
 
