@@ -49,6 +49,7 @@ class Conductor:
         self.version = 0
         self.cut_version = 0
         self.saved_version = -1
+        self._pruned_version = -1
         self.batches: dict[int, Batch] = {}  # cut, not yet reported
         self.trainers: dict[int, str] = {}
         self.publisher = ""
@@ -187,6 +188,10 @@ class Conductor:
             self.progress.event(f"{name} is given up: {reason}", warning=True)
             self.desk.lose(name)
 
+    def _on_served(self, message: Message) -> None:
+        header = message.header
+        self.desk.fleet.serves(header["generator"], header["version"], header["digest"])
+
     def _on_sample(self, message: Message) -> None:
         self.desk.sample(sample_of(message), message.peer)
 
@@ -220,10 +225,17 @@ class Conductor:
             return
         self.desk.pump(self.version)
         self._cut()
+        self._prune()
         if self._finished:
             for peer in [*(engine.name for engine in self.desk.fleet.live), *self.trainers.values()]:
                 self.outbox.put(peer, "stop", {"reason": "finished"})
             self._stopping = True
+
+    def _prune(self) -> None:
+        """After every checkpoint but the last, which leaves the end of the run to be read."""
+        if self._pruned_version < self.saved_version < self.cfg.trainer.steps:
+            self.ledger.prune(self.cfg.checkpoint.keep)
+            self._pruned_version = self.saved_version
 
     def _cut(self) -> None:
         while len(self.batches) < BATCHES_AHEAD and self.cut_version < self.cfg.trainer.steps:

@@ -16,6 +16,7 @@ class Engine:
     name: str
     live: bool = False
     version: int = -1
+    proven: tuple[int, str] | None = None  # newest version whose weights it has proven to hold, and their digest
     owes: dict[int, set[int]] = field(default_factory=dict)
 
     @property
@@ -28,10 +29,20 @@ class Fleet:
 
     def __init__(self) -> None:
         self._engines: dict[str, Engine] = {}
-        self.losses = 0
+        self._known: set[str] = set()
+        self.restarts = 0
 
     def join(self, name: str) -> None:
+        """A process called ``name`` has started; a second one of a name is a restart."""
+        self.restarts += name in self._known
+        self._known.add(name)
         self._engines[name] = Engine(name)
+
+    def serves(self, name: str, version: int, digest: str) -> None:
+        """The publisher says that ``name`` loaded ``version`` and computed this digest of it."""
+        engine = self._engines.get(name)
+        if engine is not None:  # else it was lost meanwhile
+            engine.proven = (version, digest)
 
     def committed(self, name: str, version: int) -> bool:
         """Note that ``name`` serves ``version``; True when this makes it live."""
@@ -43,10 +54,7 @@ class Fleet:
     def lose(self, name: str) -> dict[int, set[int]]:
         """Forget ``name``; returns what it owed, as ordinal -> sample indices."""
         engine = self._engines.pop(name, None)
-        if engine is None:
-            return {}
-        self.losses += 1
-        return engine.owes
+        return {} if engine is None else engine.owes
 
     def __contains__(self, name: str) -> bool:
         return name in self._engines

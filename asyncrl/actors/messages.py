@@ -8,7 +8,7 @@
                      <- generate       batch ->
     sample           ->                        <- step
     generator_failed ->          checkpoint ->  <- saved
-                     <- stop            stop -> <- trainer_failed, interrupted, dropped
+                     <- stop            stop -> <- trainer_failed, interrupted, dropped, served
 
 ``generate`` asks for samples ``indices`` of group ``ordinal``; a negative ordinal is an evaluation (temperature 0 is
 greedy). Each is answered by one ``sample`` per index, even when it could not be made: then ``failure`` says why.
@@ -46,6 +46,7 @@ CONTROLLER_SCHEMA = Schema(
         "step": Kind({"version": int, "skipped": str | None, "metrics": dict[str, Any], "busy_s": float}),
         "saved": Kind({"version": int, "path": str}),
         "dropped": Kind({"generator": str, "reason": str}),  # it missed a deadline of the weight push
+        "served": Kind({"generator": str, "version": int, "digest": str}),  # as the engine computed it
         "trainer_failed": Kind({"reason": str}),
         "interrupted": Kind(),  # Ctrl-C; said before the link closes, which alone would read as a death
         # controller -> everyone

@@ -81,6 +81,7 @@ class Progress:
         """
         for line in read_lines(self.reporter.run_dir / "metrics.jsonl"):
             self.totals["generated"] = int(line.get("tokens/generated", self.totals["generated"]))
+            self.totals["restarts"] = int(line.get("generators/restarts", self.totals["restarts"]))
             self.totals["syncs"] = int(line.get("sync/count", self.totals["syncs"]))
             self.sync_seconds = float(line.get("sync/seconds_total", self.sync_seconds))
             if line["step"] <= checkpoint:

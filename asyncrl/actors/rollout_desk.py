@@ -300,9 +300,13 @@ class RolloutDesk:
     # ---- figures --------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, Any]:
+        """Figures of generators, prompts and rewards at this moment."""
+        proven = {e.name.replace("/", "_"): e.proven for e in self.fleet.live if e.proven is not None}
         return {
+            **{f"weights/version/{name}": version for name, (version, _) in proven.items()},
+            **{f"weights/digest/{name}": digest for name, (_, digest) in proven.items()},
             "generators/live": len(self.fleet.live),
-            "generators/restarts": self.fleet.losses,
+            "generators/restarts": self.fleet.restarts,
             "prompts/epoch": self.prompts.cursor.epoch,
             "prompts/too_long": self.prompts.cursor.too_long,
             **{f"reward/failed/{kind}": count for kind, count in self.reward_failures.items()},

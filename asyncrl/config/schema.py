@@ -134,9 +134,7 @@ class GeneratorConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     max_model_len: Positive = 128
     max_num_seqs: Positive = 256
-    memory_share: Annotated[float, Range(0, 1, open=("low",))] = (
-        0.1  # share of device memory (of host memory on a CPU) for vLLM
-    )
+    memory_share: PositiveShare = 0.1  # of device memory (of host memory on a CPU) for vLLM
     threads: Positive = 2  # CPU only: OpenMP threads of one engine
     enforce_eager: bool = True
     start_deadline_s: Seconds = 300.0
@@ -214,6 +212,7 @@ class WandbConfig:
 @dataclass
 class ReportConfig:
     console: Literal["auto", "live", "plain", "none"] = "auto"
+    noise_floor_every: Count = 20  # steps between measurements, each one more forward of one micro-batch; 0: never
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
 

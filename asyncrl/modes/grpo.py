@@ -122,6 +122,9 @@ def _open_publisher(cfg: Config, context: RunContext, trainer: Trainer, link: Bl
         window_bytes=cfg.weights.window_bytes,
         deadline_s=cfg.weights.deadline_s,
         on_drop=lambda engine, reason: link.send("dropped", {"generator": engine, "reason": reason}),
+        on_served=lambda engine, version, digest: link.send(
+            "served", {"generator": engine, "version": version, "digest": digest}
+        ),
         **listener_options(cfg.transport),
     )
 

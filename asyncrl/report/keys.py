@@ -88,6 +88,14 @@ TRAINING = (
     M("mismatch/abs_mean", "nat", "mean |log pi - log mu| on samples of one version, scored by that version"),
     M("mismatch/abs_max", "nat", "largest of the same"),
     M("mismatch/tokens", "tokens", "tokens it was measured on"),
+    M(
+        "mismatch/age/*",
+        "nat",
+        "mean |log pi - log mu| by staleness in steps: 1 to 6, 7+, and mixed (several versions)",
+    ),
+    M("mismatch/floor_abs_mean", "nat", "mean |log pi - log pi| of the trainer's own scores in two layouts of a batch"),
+    M("mismatch/floor_abs_max", "nat", "largest of the same; every report.noise_floor_every steps"),
+    M("mismatch/floor_tokens", "tokens", "tokens it was measured on"),
 )
 
 FLOW = (
@@ -126,8 +134,10 @@ MACHINE = (
     M("sync/pause_s", "s", "of it: generation paused to load and compare, longest engine"),
     M("sync/bytes", "bytes", "weight bytes sent to one engine"),
     M("sync/count", "count", "pushes committed", total=True),
+    M("weights/version/*", "count", "version that a generator serves, as its last finished push proved"),
+    M("weights/digest/*", "text", "digest of that version, computed by the engine from what it loaded"),
     M("generators/live", "count", "generators that serve prompts"),
-    M("generators/restarts", "count", "generators started again after they died", total=True),
+    M("generators/restarts", "count", "generators that came back after their process had died", total=True),
     M("report/nonfinite", "count", "metric values that were NaN or infinite and were written as null", total=True),
     M("report/lost_lines", "count", "lines of metrics.jsonl that the file system refused", total=True),
     M("report/wandb_dropped", "count", "records that did not reach W&B", total=True),

@@ -211,22 +211,28 @@ class Ledger(Store, LedgerReads):
         with self._scope:
             self.db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?)", (version, self._clock()))
 
-    def prune(self, version: int) -> int:
-        """Delete the segment files that nobody can need once a checkpoint of ``version`` is the oldest one kept.
+    def prune(self, keep: int) -> int:
+        """Delete the segment files that no restart can need while the ``keep`` newest checkpoints exist.
 
-        Their rows stay. Returns the bytes freed.
+        Their rows stay. With fewer checkpoints nothing goes. Returns the bytes freed.
         """
+        expect(not self._depth, "files deleted inside a transaction would not come back with it")
         with errors("prune"):
+            newest = self.db.execute(
+                "SELECT version FROM checkpoints ORDER BY version DESC LIMIT ?", (keep,)
+            ).fetchall()
+            if len(newest) < keep:
+                return 0
             alive = "status IN ('in_flight', 'finished') OR cut_version >= ?1"
             needed = self.db.execute(
                 f"SELECT segment FROM groups WHERE {alive} UNION "
                 f"SELECT s.segment FROM groups JOIN samples AS s USING (ordinal) WHERE {alive}",
-                (version,),
+                newest[-1],
             )
-            keep = {number for (number,) in needed}
+            alive_in = {number for (number,) in needed}
             freed = 0
             for number in segment_numbers(self.segments):
-                if number < self._writer.number and number not in keep:
+                if number < self._writer.number and number not in alive_in:
                     path = segment_path(self.segments, number)
                     freed += path.stat().st_size
                     path.unlink()

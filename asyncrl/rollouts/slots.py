@@ -184,16 +184,6 @@ class Slots:
         """The step on the batch of ``version`` was skipped: the version moves, the weights do not."""
         self._skipped[reason] += self._resolve(version)
 
-    def consumed(self, version: int) -> list[int]:
-        """The ordinals that the batch of ``version`` took.
-
-        Raises:
-            SlotsError: it was not taken, or its slots are already free (the ledger knows it then).
-        """
-        if version not in self._batches:
-            raise SlotsError(f"batch {version} holds no slots; batches {list(self._batches)} do")
-        return list(self._batches[version])
-
     def where(self, ordinal: int) -> str:
         """In words, for messages: in flight, buffered, in batch v, or no longer here."""
         if ordinal in self._open:

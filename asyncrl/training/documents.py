@@ -59,9 +59,10 @@ class BranchBucket:
     stem_place: Tensor | None  # places in the frame of the real tokens, and below their row positions
     stem_tokens: Tensor | None
     frames: int
-    frame_length: int
     frame_of_B: Tensor | None
-    mask_B1QK: Tensor  # additive, 0 or -inf; Q = repeats * L query rows of a key head, K = frame_length + L keys
+    mask_B1QK: (
+        Tensor  # additive, 0 or -inf; Q = repeats * L query rows of a key head, K = keys of the frame and of the branch
+    )
 
 
 @dataclass
@@ -134,7 +135,6 @@ class Documents:
             stem_place=index(place),
             stem_tokens=index(position.ravel()[place]),
             frames=len(distinct),
-            frame_length=k,
             frame_of_B=index(frame_of),
             mask_B1QK=bias.repeat(1, repeats, 1)[:, None].to(self.device),
         )

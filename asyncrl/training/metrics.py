@@ -14,7 +14,7 @@ AGES = 8  # mismatch is kept for ages 0..6 and "7 or more" steps, then samples m
 TOKEN_SUMS = ("loss", "entropy", "clip_low", "clip_high", "ratio", "ratio_square", "kl", "advantage_abs")
 SAMPLE_SUMS = ("ratio_sequence", "ratio_geometric")
 SUMS = (*TOKEN_SUMS, *SAMPLE_SUMS, "padded", "positions")
-MAXIMA = ("ratio_max", "mismatch_max")
+MAXIMA = ("ratio_max", "mismatch_max", "floor_max")
 
 
 @dataclass
@@ -39,6 +39,9 @@ class StepReport:
     mismatch_max: float | None = None
     mismatch_tokens: int = 0
     mismatch_by_age: dict[str, float] = field(default_factory=dict)  # "1".."6", "7+", "mixed" versions
+    floor: float | None = None  # mean |trainer - trainer log-prob| between two layouts; None: not measured
+    floor_max: float | None = None
+    floor_tokens: int = 0
     padding_share: float = 0.0  # attention positions that hold no token
     tokens: int = 0
     samples: int = 0
@@ -73,6 +76,10 @@ class StepReport:
             "mismatch/abs_mean": self.mismatch,
             "mismatch/abs_max": self.mismatch_max,
             "mismatch/tokens": self.mismatch_tokens,
+            **{f"mismatch/age/{age}": mean for age, mean in self.mismatch_by_age.items()},
+            "mismatch/floor_abs_mean": self.floor,
+            "mismatch/floor_abs_max": self.floor_max,
+            "mismatch/floor_tokens": self.floor_tokens or None,
             "time/train_s": self.seconds,
             "time/forward_backward_s": self.forward_backward_s,
             "time/gather_wait_s": self.gather_wait_s,
@@ -87,6 +94,12 @@ class StepSums:
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(len(SUMS) + 2 * (AGES + 1), dtype=torch.float64, device=device)
         self.maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=device)
+        self.floor = torch.zeros(2, dtype=torch.float64, device=device)  # sum and number of tokens
+
+    def add_floor(self, found: Tensor) -> None:
+        """Adds what :func:`asyncrl.training.noise.noise_floor` found."""
+        self.floor += found[:2]
+        self.maxima[-1] = torch.maximum(self.maxima[-1], found[2])
 
     @torch.no_grad()
     def add(
@@ -111,18 +124,19 @@ class StepSums:
         counts = zeros.index_add(0, slot_M, mask.trained_M.double())
         self.sums += torch.cat([scalars, sizes, gaps, counts])
         current = torch.where(batch.age_M == 0, gap_M, 0.0).amax()
-        self.maxima = torch.maximum(self.maxima, torch.stack([metrics["ratio_max"].double(), current]))
+        self.maxima[:2] = torch.maximum(self.maxima[:2], torch.stack([metrics["ratio_max"].double(), current]))
 
     def reduce(self, mesh: Mesh, square_norm: Tensor, sharded: bool, samples: int) -> StepReport:
         """Adds all ranks' sums in one exchange; ``samples`` is their global number.
 
         ``square_norm`` is that of this rank's shard if ``sharded``, else that of the whole gradient.
         """
-        rows = mesh.gather_rows(torch.cat([self.sums, self.maxima, square_norm.to(self.sums)[None]]))
-        total, maxima = rows[:, : len(self.sums)].sum(0), rows[:, len(self.sums) : -1].amax(0)
+        rows = mesh.gather_rows(torch.cat([self.sums, self.floor, self.maxima, square_norm.to(self.sums)[None]]))
+        summed = len(self.sums) + len(self.floor)
+        total, maxima = rows[:, :summed].sum(0), rows[:, summed:-1].amax(0)
         square = rows[:, -1].sum() if sharded else rows[0, -1]
         value = dict(zip(SUMS, total[: len(SUMS)].tolist(), strict=True))
-        gaps, counts = total[len(SUMS) :].split(AGES + 1)
+        gaps, counts, floor = total[len(SUMS) :].split([AGES + 1, AGES + 1, 2])
         labels = [str(age) for age in range(AGES - 1)] + [f"{AGES - 1}+", "mixed"]
         by_age = {k: float(g / c) for k, g, c in zip(labels, gaps, counts, strict=True) if c > 0}
         tokens = max(1.0, float(counts.sum()))
@@ -143,6 +157,9 @@ class StepSums:
             mismatch_max=float(maxima[1]) if counts[0] else None,
             mismatch_tokens=int(counts[0]),
             mismatch_by_age=by_age,
+            floor=float(floor[0] / floor[1]) if floor[1] else None,
+            floor_max=float(maxima[2]) if floor[1] else None,
+            floor_tokens=int(floor[1]),
             padding_share=value["padded"] / max(1.0, value["positions"]),
         )
 

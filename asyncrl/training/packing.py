@@ -11,7 +11,7 @@ predicts nothing and is not an input. Two layouts hold the same mathematics:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ class PackedBatch:
     age_M: Tensor  # current version minus the token's; -1 in samples made under several versions
     tokens: int  # trained tokens
     samples: int  # samples with a trained token
+    order: list[int] = field(default_factory=list)  # for each packed sample, its place among those that have tokens
 
 
 def pack(
@@ -84,6 +85,7 @@ def pack(
         age_M=vector([_ages(s, version) for s in ordered], torch.int64),
         tokens=0 if dummy else int(lengths.sum()),
         samples=0 if dummy else len(ordered),
+        order=order,
     )
 
 

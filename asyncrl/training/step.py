@@ -26,11 +26,12 @@ from asyncrl.algorithms.loss import grpo_loss
 from asyncrl.config.schema import Config
 from asyncrl.rollouts.types import TrainSample
 from asyncrl.training import checkpoint
-from asyncrl.training.errors import BatchError
+from asyncrl.training.errors import BatchError, ModelError
 from asyncrl.training.exact import exact
 from asyncrl.training.mesh import Mesh, open_mesh
 from asyncrl.training.metrics import StepReport, StepSums
 from asyncrl.training.model import DTYPES, Policy, load_policy
+from asyncrl.training.noise import noise_floor, score_in_halves
 from asyncrl.training.optim import (
     build_optimizer,
     clip_factor,
@@ -47,11 +48,17 @@ class Trainer:
     """The policy of one rank with its optimizer. ``version`` counts consumed batches, skipped ones included."""
 
     def __init__(self, cfg: Config, policy: Policy, mesh: Mesh) -> None:
+        """Raises :class:`ModelError` if something would be trained that ``named_parameters_hf`` does not list."""
         self.cfg, self.mesh, self.policy = cfg, mesh, policy
         self.compute = DTYPES[cfg.model.compute_dtype]
         trainer = cfg.trainer
         self.sharded = distribute(policy, mesh, self.compute, trainer.shard, trainer.activation_checkpointing)
-        self.parameters = [p for p in policy.parameters() if p.requires_grad]
+        trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+        self.parameters = list(trained.values())
+        sent = {id(p) for _, p in self.named_parameters_hf()}
+        unsent = [name for name, p in trained.items() if id(p) not in sent]
+        if unsent:
+            raise ModelError(f"{len(unsent)} trained parameters would never reach an engine, e.g. {unsent[0]}")
         self.optimizer = build_optimizer(self.parameters, cfg.optim)
         self.version = 0
         self.skipped: Counter[str] = Counter()
@@ -91,8 +98,11 @@ class Trainer:
         if tokens:
             denominator = tokens if self.cfg.algorithm.aggregation == "token_mean" else samples
             with exact(self.compute):
+                again = score_in_halves(micro_batches[0], self._score_otherwise) if self._measures_noise() else None
                 for batch in batches:
-                    self._forward_backward(batch, denominator, sums)
+                    logp_M = self._forward_backward(batch, denominator, sums)
+                    if again is not None and batch is batches[0]:
+                        sums.add_floor(noise_floor(batch, logp_M, again))
             if self.mesh.world_size > 1 and not self.sharded:
                 sum_gradients(self.parameters, self.mesh)
         report = sums.reduce(self.mesh, local_square_norm(self.parameters), self.sharded, samples)
@@ -124,11 +134,23 @@ class Trainer:
         set_learning_rate(self.optimizer, report.lr)
         self.optimizer.step()
 
+    def _measures_noise(self) -> bool:
+        every = self.cfg.report.noise_floor_every
+        return every > 0 and self.version % every == 0
+
+    def _score_otherwise(self, samples: Sequence[TrainSample]) -> tuple[PackedBatch, Tensor]:
+        """``samples`` packed as plain documents, where training may share prompts, and their log-probs."""
+        packed = pack(samples, self.version, self.mesh.device, self._loss_dtype, share=False)
+        return packed, self.policy(packed, self.cfg.sampling.temperature)[0]
+
+    @property
+    def _loss_dtype(self) -> torch.dtype:
+        return torch.float64 if self.compute == torch.float64 else torch.float32
+
     def _pack(self, micro_batches: Sequence[Sequence[TrainSample]]) -> list[PackedBatch]:
-        dtype = torch.float64 if self.compute == torch.float64 else torch.float32
         # Variable-length flash attention knows plain documents only.
         share = not (self.mesh.device.type == "cuda" and self.compute == torch.bfloat16)
-        return [pack(m, self.version, self.mesh.device, dtype, share) for m in micro_batches]
+        return [pack(m, self.version, self.mesh.device, self._loss_dtype, share) for m in micro_batches]
 
     def _totals(self, batches: list[PackedBatch]) -> tuple[int, int]:
         """Trained tokens and samples of all ranks; checks that ranks agree on the number of micro-batches."""
@@ -138,7 +160,8 @@ class Trainer:
             raise BatchError(f"ranks have different numbers of micro-batches: {rows[:, 0].tolist()}")
         return int(rows[:, 1].sum()), int(rows[:, 2].sum())
 
-    def _forward_backward(self, batch: PackedBatch, denominator: int, sums: StepSums) -> None:
+    def _forward_backward(self, batch: PackedBatch, denominator: int, sums: StepSums) -> Tensor:
+        """Returns the log-probs (M,), without their graph."""
         algorithm = self.cfg.algorithm
         logp_M, entropy_M = self.policy(batch, self.cfg.sampling.temperature)
         numerator, metrics = grpo_loss(
@@ -153,6 +176,7 @@ class Trainer:
         loss = numerator / denominator
         loss.backward()
         sums.add(batch, loss, logp_M, entropy_M, metrics)
+        return logp_M.detach()
 
 
 def reason_to_skip(tokens: int, loss: float, norm: float) -> str | None:

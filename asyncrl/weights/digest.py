@@ -11,9 +11,11 @@ Integer arithmetic of torch's int64 wraps, which is arithmetic mod 2**64. Works 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,7 +51,7 @@ def tensor_digest(tensor: Tensor, *, offset: int = 0, strides: Sequence[int] | N
     ``strides``: row-major strides of the *whole* tensor, in elements, one for each dimension of the block; None if
     the block is the whole tensor or a run of whole rows (dimension 0 sharded).
 
-    Returns a 0-d int64 tensor on the tensor's device: its value mod 2**64 is the digest (``as_u64``).
+    Returns a 0-d int64 tensor on the tensor's device: its value mod 2**64 is the digest.
     Raises ``TypeError`` for a dtype that has no code.
     """
     code = _DTYPE_CODE.get(tensor.dtype)
@@ -73,15 +75,15 @@ def tensor_digest(tensor: Tensor, *, offset: int = 0, strides: Sequence[int] | N
     return total
 
 
-def as_u64(value: Tensor | int) -> int:
-    """The digest as a Python int in [0, 2**64)."""
-    return int(value) % U64
-
-
 def tensor_digests(tensors: Iterable[Tensor]) -> list[int]:
     """Digests of whole tensors as Python ints; one transfer from the device."""
     parts = [tensor_digest(t) for t in tensors]
     return [v % U64 for v in torch.stack(parts).tolist()] if parts else []
+
+
+def combined(digests: Sequence[int]) -> str:
+    """One digest, 16 hex digits, of a model whose tensors have these, in the manifest's order."""
+    return hashlib.blake2b(np.array(digests, "<u8").tobytes(), digest_size=8).hexdigest()
 
 
 def _hash_sum(bits: Tensor, steps: Tensor, shift: Tensor) -> Tensor:

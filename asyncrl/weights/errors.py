@@ -9,19 +9,26 @@ class WeightMismatch(RuntimeError):
     """An engine holds, or was about to hold, something other than the trainer's weights. Names every tensor.
 
     ``changed``: digests differ. ``missing``: the engine needs them and did not get them. ``unwanted``: the engine has
-    no use for them.
+    no use for them. ``buffers``: of the engine, which the load should not have touched.
     """
 
     def __init__(
-        self, version: int, changed: Sequence[str] = (), missing: Sequence[str] = (), unwanted: Sequence[str] = ()
+        self,
+        version: int,
+        changed: Sequence[str] = (),
+        missing: Sequence[str] = (),
+        unwanted: Sequence[str] = (),
+        buffers: Sequence[str] = (),
     ) -> None:
         self.version, self.changed, self.missing, self.unwanted = version, list(changed), list(missing), list(unwanted)
+        self.buffers = list(buffers)
         parts = [
             f"{len(names)} {what}: {', '.join(names)}"
             for what, names in (
                 ("tensors arrived changed", self.changed),
                 ("tensors that the engine needs are missing", self.missing),
                 ("tensors match nothing in the engine", self.unwanted),
+                ("buffers of the engine changed with the load", self.buffers),
             )
             if names
         ]

@@ -11,6 +11,7 @@
     dropped{reason} --------> missed a deadline ------------>
 
 ``mismatch`` names every tensor whose digest differs from the publisher's or that the engine did not want.
+``loaded`` carries the digest of all that the worker handed to the model, computed from those tensors.
 Workers are counted by the rank vLLM gives them; an engine takes part once all its workers and its frontend are here.
 """
 
@@ -24,7 +25,7 @@ PUBLISHER_SCHEMA = Schema(
         "subscribe": Kind({"generator": str, "role": str, "rank": int, "workers": int}),
         "ready": Kind({"version": int}),
         "staged": Kind({"version": int, "seconds": float}),
-        "loaded": Kind({"version": int, "load_s": float, "digest_s": float}),
+        "loaded": Kind({"version": int, "digest": str, "load_s": float, "digest_s": float}),
         "mismatch": Kind({"version": int, "reason": str}),
         "committed": Kind({"version": int, "pause_s": float}),
         "failed": Kind({"version": int, "reason": str}),

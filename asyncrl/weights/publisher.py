@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.transport.errors import DeadlineExpired
-from asyncrl.weights.digest import tensor_digests
+from asyncrl.weights.digest import combined, tensor_digests
 from asyncrl.weights.errors import GatherMismatch, PublishFailed
 from asyncrl.weights.gather import Gatherer, Local, local_of
 from asyncrl.weights.manifest import WIRE_DTYPES
@@ -50,6 +50,7 @@ class SyncReport:
 
     version: int
     bytes: int = 0
+    digest: str = ""  # of all tensors, the trainer's and every engine's; empty if nothing was sent
     engines: list[str] = field(default_factory=list)  # that serve the version now
     dropped: dict[str, str] = field(default_factory=dict)  # name -> reason
     ready_s: float = 0.0  # until the engines were ready
@@ -86,14 +87,16 @@ class WeightPublisher:
         window_bytes: int = 64 << 20,
         deadline_s: float = 120.0,
         on_drop: Callable[[str, str], None] | None = None,
+        on_served: Callable[[str, int, str], None] | None = None,
         **listener_options: Any,
     ) -> None:
         """``named_params()``: (Hugging Face name, tensor or DTensor), the same order on all ranks and every time.
 
         ``wire_dtype``: of ``manifest.WIRE_DTYPES``; empty sends each tensor as it is. ``group``: used by this
         publisher alone, with a timeout beyond ``deadline_s``; None makes one if ``world`` > 1 (a collective call).
-        ``deadline_s``: for every single phase of an engine. ``on_drop(engine, reason)``: called on rank 0, from the
-        publisher's thread. ``listener_options``: see ``Listener`` (address, keys, heartbeat_s, ...).
+        ``deadline_s``: for every single phase of an engine. ``on_drop(engine, reason)`` and, once an engine serves a
+        version, ``on_served(engine, version, digest)``: called on rank 0, from the publisher's thread.
+        ``listener_options``: see ``Listener`` (address, keys, heartbeat_s, ...).
         """
         self._named_params = named_params
         self._wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
@@ -102,7 +105,7 @@ class WeightPublisher:
             group = dist.new_group(timeout=timedelta(seconds=2 * deadline_s + 60))
         self._group = group
         self._chunk_bytes, self._window_bytes, self._deadline_s = chunk_bytes, window_bytes, deadline_s
-        self._on_drop = on_drop
+        self._on_drop, self._on_served = on_drop, on_served
         self._gatherer: Gatherer | None = None
         self._error: BaseException | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -199,6 +202,9 @@ class WeightPublisher:
                 log.warning("%s is dropped: it %s", engine, reason)
                 if self._on_drop:
                     self._on_drop(engine, reason)
+            for engine in job.report.engines:
+                if self._on_served:
+                    self._on_served(engine, job.version, job.report.digest)
 
     def _decide(self, decision: int | None) -> int:
         """Rank 0's decision, on all ranks."""
@@ -238,10 +244,11 @@ class _Sender:
         if self._decide(SEND if self._engines else NOT_NEEDED) == SEND:
             sending = time.monotonic()
             digests = self._send()
-            self._phase("verify", version, digests)
+            report.digest = combined(digests)
+            self._phase("verify", version, np.array(digests, "<u8").tobytes())
             report.transfer_s = time.monotonic() - sending
             committing = time.monotonic()
-            self._phase("load", version)
+            self._phase("load", version, report.digest)
             report.commit_s = time.monotonic() - committing
             report.bytes = self._gatherer.manifest.nbytes
         report.engines = [engine.name for engine in self._engines]
@@ -262,8 +269,8 @@ class _Sender:
         work = getattr(self._hub.subscribers, name)(*arguments, self._engines, self._timings)
         self._engines = self._hub.start(work).result()
 
-    def _send(self) -> bytes:
-        """Gather and send all buckets; returns the digests of what was sent, as uint64."""
+    def _send(self) -> list[int]:
+        """Gather and send all buckets; returns the digests of what was sent."""
         began = time.monotonic()
         specs = self._gatherer.manifest.specs
         sent: list[int] = []
@@ -284,7 +291,7 @@ class _Sender:
         if self._gatherer.world > 1 and sent != shards:
             wrong = [spec.name for spec, a, b in zip(specs, sent, shards, strict=True) if a != b]
             raise GatherMismatch(self._job.version, wrong)
-        return np.array(shards, "<u8").tobytes()
+        return shards
 
     def _submit(self, origin: int, stream: Tensor) -> None:
         data = stream.numpy()

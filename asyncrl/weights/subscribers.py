@@ -42,6 +42,7 @@ class Engine:
     frontend: str = ""
     workers: dict[int, str] = field(default_factory=dict)
     version: int = -1  # committed last
+    digest: str = ""  # of that version, as its workers computed it from what they loaded
     dropped: bool = False
     left: set[str] = field(default_factory=set)  # peers whose link was lost
 
@@ -179,8 +180,11 @@ class Subscribers:
 
         return await self._each(engines, one, "hold all bytes")
 
-    async def load(self, version: int, engines: list[Engine], into: Timings) -> list[Engine]:
-        """Have the engines load what is staged; returns those that serve the version now."""
+    async def load(self, version: int, digest: str, engines: list[Engine], into: Timings) -> list[Engine]:
+        """Have the engines load what is staged; returns those that serve the version now.
+
+        ``digest`` is the trainer's, over all tensors: an engine whose worker loaded anything else is dropped.
+        """
 
         async def one(engine: Engine) -> None:
             loaded = [self._expect(worker, "loaded", version) for worker in engine.workers.values()]
@@ -189,9 +193,11 @@ class Subscribers:
             )
             into.pause_s = max(into.pause_s, committed["pause_s"])
             for answer in await asyncio.gather(*loaded):
+                if answer["digest"] != digest:
+                    raise EngineFailed(f"it loaded weights of digest {answer['digest']}, the trainer's is {digest}")
                 into.load_s = max(into.load_s, answer["load_s"])
                 into.digest_s = max(into.digest_s, answer["digest_s"])
-            engine.version = version
+            engine.version, engine.digest = version, digest
 
         return await self._each(engines, one, "load and commit")
 

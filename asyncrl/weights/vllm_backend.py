@@ -7,6 +7,7 @@ Invariants:
 - a digest is taken of exactly the tensor handed to ``load_weights``, on its device, and compared with the publisher's;
 - every tensor sent matches something in the engine, and everything that the engine loaded from its checkpoint was
   sent: a tied head is sent once, an untied one twice;
+- buffers, which are computed and never sent (rotary frequencies), are after a load what they were before it;
 - a failed update leaves the engine unusable and says so: it never resumes on a mixture.
 """
 
@@ -28,7 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from asyncrl.transport.keys import Keys
-from asyncrl.weights.digest import U64, tensor_digest
+from asyncrl.weights.digest import U64, combined, tensor_digest, tensor_digests
 from asyncrl.weights.errors import WeightMismatch
 from asyncrl.weights.staging import Receiver, Staged
 
@@ -63,6 +64,7 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
     _expected: set[str] | None = None
     _wanted: set[str]
     _followers: list[Any]
+    _buffers: dict[str, int]
     _figures: dict[str, Any] | None = None
     _began = 0.0
 
@@ -89,6 +91,7 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
         quantised = self.model_config.quantization is not None
         self._wanted = set() if quantised else {name for name, _ in self.model.named_parameters()}
         self._followers = tied_followers(self.model)
+        self._buffers = buffer_digests(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -99,11 +102,10 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
         receiver = self._require_receiver()
         staged = receiver.take(update_info.version)
         try:
-            digest_s = self._load(staged)
+            self._figures = self._load(staged)
         except WeightMismatch as error:
-            receiver.report("mismatch", version=error.version, reason=str(error))
+            self._report_mismatch(error)
             raise
-        self._figures = {"version": staged.version, "digest_s": digest_s}
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -111,9 +113,10 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
             module.quant_method.process_weights_after_loading(module)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        if self._figures is not None:
-            self._require_receiver().report("loaded", load_s=time.monotonic() - self._began, **self._figures)
-        self._figures = None
+        figures, self._figures = self._figures, None
+        if figures is not None:
+            self._check_buffers(figures["version"])
+            self._require_receiver().report("loaded", load_s=time.monotonic() - self._began, **figures)
 
     def shutdown(self) -> None:
         """Leave the publisher; the engine keeps its weights."""
@@ -131,8 +134,19 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
             raise RuntimeError("call init_weight_transfer_engine before the first weight update")
         return self._receiver
 
-    def _load(self, staged: Staged) -> float:
-        """Hand every tensor to the model and compare digests; returns the seconds that digests took."""
+    def _report_mismatch(self, error: WeightMismatch) -> None:
+        self._require_receiver().report("mismatch", version=error.version, reason=str(error))
+
+    def _check_buffers(self, version: int) -> None:
+        found = buffer_digests(self.model)
+        wrong = sorted(n for n in self._buffers.keys() | found.keys() if self._buffers.get(n) != found.get(n))
+        if wrong and self.model_config.quantization is None:  # a quantised engine computes scales from the weights
+            error = WeightMismatch(version, buffers=wrong)
+            self._report_mismatch(error)
+            raise error
+
+    def _load(self, staged: Staged) -> dict[str, Any]:
+        """Hand every tensor to the model and compare digests; returns what ``loaded`` will say."""
         assert staged.digests is not None
         digests, unwanted, digest_s = [], [], 0.0
         loaded: set[str] = set()
@@ -145,13 +159,13 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
             if not matched:
                 unwanted.append(spec.name)
             loaded |= matched
-        values = torch.stack(digests).tolist()
+        values = [value % U64 for value in torch.stack(digests).tolist()]
         names = staged.manifest.names
-        changed = [n for n, v, d in zip(names, values, staged.digests, strict=True) if v % U64 != d]
+        changed = [n for n, v, d in zip(names, values, staged.digests, strict=True) if v != d]
         missing = sorted((self._expected or set()) - set(names)) or sorted(self._wanted - loaded)
         if changed or missing or unwanted:
             raise WeightMismatch(staged.version, changed, missing, unwanted)
-        return digest_s
+        return {"version": staged.version, "digest": combined(values), "digest_s": digest_s}
 
     def _hand_over(self, name: str, tensor: torch.Tensor) -> set[str]:
         """Load one tensor; returns the engine's parameters that it went into, none if the engine has no use for it."""
@@ -161,6 +175,12 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
         except (KeyError, ValueError) as error:  # what model classes raise for a name they do not know
             log.warning("the engine refuses %s: %.300s", name, error)
             return set()
+
+
+def buffer_digests(model: torch.nn.Module) -> dict[str, int]:
+    """Digest of every floating-point buffer, its dtype included, by name."""
+    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    return dict(zip(buffers, tensor_digests(buffers.values()), strict=True))
 
 
 def tied_followers(model: torch.nn.Module) -> list[Any]:

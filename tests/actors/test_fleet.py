@@ -32,7 +32,7 @@ def test_work_goes_to_the_least_loaded_and_returns_when_it_is_lost():
     assert fleet.received("b", 1, 0)
     assert fleet.in_flight == 5
     assert fleet.lose("b") == {1: {1}, 2: {0}}
-    assert fleet.in_flight == 3 and fleet.losses == 1
+    assert fleet.in_flight == 3
     assert fleet.lose("b") == {}
 
 
@@ -50,3 +50,22 @@ def test_nothing_is_assigned_while_none_is_live():
     fleet.join("a")
     with pytest.raises(ValueError):
         fleet.assign(0, {0})
+
+
+def test_a_restart_is_a_process_that_came_back_not_one_that_was_lost():
+    fleet = live_fleet("a", "b")
+    fleet.lose("a")
+    assert fleet.restarts == 0
+    fleet.join("a")
+    assert fleet.restarts == 1
+
+
+def test_what_an_engine_has_proven_ends_with_its_process():
+    fleet = live_fleet("a")
+    fleet.serves("a", 4, "00ff")
+    assert fleet.live[0].proven == (4, "00ff")
+    fleet.lose("a")
+    fleet.serves("a", 5, "00fe")  # said before it was lost
+    fleet.join("a")
+    fleet.committed("a", 5)
+    assert fleet.live[0].proven is None

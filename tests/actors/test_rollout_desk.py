@@ -10,6 +10,7 @@ import pytest
 from asyncrl.actors.rollout_desk import RolloutDesk
 from asyncrl.config.errors import RunFailed
 from asyncrl.config.schema import Config
+from asyncrl.report.keys import declared
 from asyncrl.rollouts.slot_state import SlotState
 from asyncrl.rollouts.slots import Slots
 from asyncrl.rollouts.types import Group, Prompt, Sample
@@ -90,3 +91,19 @@ def test_too_many_failed_rewards_end_the_run_with_the_last_reason():
     desk._group_scored(scored_group(desk, [None, 1.0], "timeout: no answer within 10 s"), [])
     with pytest.raises(RunFailed, match=r"3 of the last 4 rewards failed, the last with: timeout: no answer"):
         desk._group_scored(scored_group(desk, [None, None], "timeout: no answer within 10 s"), [])
+
+
+def test_metrics_say_which_version_and_which_weights_each_engine_serves():
+    """TRL #5312, #5313: users could not tell whether the engine had been updated."""
+    desk = small_desk()
+    for name, version in (("generator/0", 2), ("generator/1", 2)):
+        desk.fleet.join(name)
+        desk.fleet.committed(name, version)
+    desk.fleet.serves("generator/0", 2, "00000000000000ff")
+    metrics = desk.metrics()
+    assert {key: value for key, value in metrics.items() if key.startswith("weights/")} == {
+        "weights/version/generator_0": 2,
+        "weights/digest/generator_0": "00000000000000ff",
+    }
+    for key in metrics:
+        declared(key)

@@ -72,6 +72,7 @@ class Rig:
         self.log = folder / "generator.log"
         self.name = "generator/0"
         self.dropped: list[tuple[str, str]] = []
+        self.served: list[tuple[str, int, str]] = []
         self.messages: dict[str, list[Message]] = defaultdict(list)
         self.samples: dict[tuple[int, int], Sample] = {}
         self.version = -1
@@ -86,6 +87,7 @@ class Rig:
             window_bytes=1 << 18,
             deadline_s=self.cfg.weights.deadline_s,
             on_drop=lambda *who: self.dropped.append(who),
+            on_served=lambda *what: self.served.append(what),
         )
         try:
             self.start()

@@ -7,6 +7,7 @@ import copy
 import numpy as np
 import torch
 
+from asyncrl.weights.digest import combined, tensor_digests
 from tests.e2e.rig import prompt_of, reference_logprobs
 
 
@@ -16,12 +17,15 @@ def error_under(model, prompt, samples) -> float:
 
 
 def test_an_update_changes_what_is_sampled_and_matches_transformers(rig):
+    """TRL #5312, #5313; OpenRLHF #660: what is served after a sync is shown by log-probs, not only by digests."""
     prompt = prompt_of(30)
     before = rig.generate(10, 8, prompt)
     rig.change()
     report = rig.push()
     after = rig.generate(10, 8, prompt)
     assert report.engines == ["generator/0"] and not report.dropped
+    trainers = combined(tensor_digests(p.detach() for p in rig.model.parameters()))
+    assert rig.served[-1] == ("generator/0", rig.version, trainers)
     assert error_under(rig.model, prompt, before) > 0.1
     assert error_under(rig.model, prompt, after) < 1e-4
     assert {v for s in after for v in s.versions.tolist()} == {rig.version}

@@ -39,6 +39,11 @@ def test_a_run_finishes_and_accounts_for_every_group(tmp_path):
     run(tmp_path, settings(run_dir))
     result = summary(run_dir)
     law = result["conservation"]
+    proven = [
+        (r["step"] - 1, r["weights/version/generator_0"], r["weights/digest/generator_0"]) for r in steps(run_dir)
+    ]
+    assert all(step - 1 <= version <= step for step, version, _ in proven)
+    assert len({digest for _, _, digest in proven}) == len({version for _, version, _ in proven}) > 1
     assert result["ended"] == "finished" and result["steps"] == 6
     assert law["trained"] == 6 * 4 and law["dispatched"] >= law["trained"]
     ended = law["trained"] + sum(law["skipped"].values()) + law["filtered"] + sum(law["failed"].values())
@@ -82,14 +87,16 @@ def test_a_run_killed_as_a_whole_resumes_and_trains_no_group_twice(tmp_path):
     launch.kill()
     launch.process.wait()
     before = steps(run_dir)
-    resumed = run(tmp_path, [f"resume={run_dir}", *settings(run_dir, trainer__steps=12, checkpoint__every=3)[1:]])
+    resumed = run(tmp_path, [f"resume={run_dir}", *settings(run_dir, trainer__steps=18, checkpoint__every=3)[1:]])
     result = summary(run_dir)
-    assert result["ended"] == "finished" and result["steps"] == 12 and result["attempts"] == 2
+    assert result["ended"] == "finished" and result["steps"] == 18 and result["attempts"] == 2
     assert "resumed from version 3" in resumed.output
     assert_each_group_was_trained_at_most_once(run_dir)
     again = {r["step"]: r for r in steps(run_dir) if r["attempt"] == 1}
-    assert again[12]["tokens/trained"] == sum({r["step"]: r["train/tokens"] for r in steps(run_dir)}.values())
+    assert again[18]["tokens/trained"] == sum({r["step"]: r["train/tokens"] for r in steps(run_dir)}.values())
     assert min(again) == 4
+    # checkpoints 12 and 15 were kept when the ledger was pruned last, and no restart from them needs the first attempt
+    assert [path.name for path in sorted(run_dir.glob("ledger/segments/*.seg"))] == ["000002.seg"]
     for record in before[3:]:  # applied again on the same samples: the same step, to the last digit
         assert again[record["step"]]["train/loss"] == record["train/loss"]
         assert again[record["step"]]["reward/mean"] == record["reward/mean"]

@@ -21,7 +21,7 @@ def _rank(
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
     dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=300)
     )
     try:
         results.put((rank, True, function(rank, world, *args)))

@@ -64,6 +64,7 @@ def gradients_job(rank, world, folders):
             for mode, settings in MODES.items():
                 aggregation = "sequence_mean" if mode == "whole" else "token_mean"
                 cfg = tiny_run(path, dtype, trainer=settings, algorithm={"aggregation": aggregation})
+                cfg.report.noise_floor_every = 1 if world > 1 else 0  # more forwards, no other gradient
                 out[tied, dtype, mode] = run_steps(cfg, rank, world)
     return out
 
@@ -185,9 +186,10 @@ def test_gradients_and_reports_do_not_depend_on_the_ranks(ranks):
             exact = case[1] == "float64"
             assert relative(gradient, want_gradient) < (1e-12 if exact else 1e-6), case
             assert relative(weights, want_weights) < (1e-12 if exact else 1e-5), case
+            assert 0 < report["floor_tokens"] <= report["tokens"] and report["floor"] < (1e-12 if exact else 1e-5)
             for key, value in want_report.items():
-                if key in ("micro_batches", "padding_share"):  # these do depend on the cut
-                    continue
+                if key in ("micro_batches", "padding_share", "floor", "floor_max", "floor_tokens"):
+                    continue  # these do depend on the cut
                 if isinstance(value, (float, dict)):
                     value = pytest.approx(value, rel=1e-9 if exact else 1e-3)
                 assert report[key] == value, (case, key)

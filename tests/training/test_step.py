@@ -163,6 +163,48 @@ def test_mismatch_is_measured_on_current_samples_of_one_version_and_split_from_s
     assert report.mismatch == pytest.approx((alone[0] + alone[3]) / 2, rel=1e-12)
     assert report.mismatch_by_age == pytest.approx({"2": alone[1], "mixed": alone[2]}, rel=1e-12)
     assert report.mismatch_max >= report.mismatch
+    assert {k: v for k, v in report.metrics().items() if k.startswith("mismatch/age/")} == {
+        f"mismatch/age/{age}": mean for age, mean in report.mismatch_by_age.items()
+    }
+    for key in report.metrics():
+        declared(key)
+
+
+def test_the_noise_floor_is_what_the_trainer_differs_from_itself(path):
+    """TRL #6789, comment: chunk sizes alone move log-probs. The floor shows how much of a mismatch is the trainer's."""
+    samples, cuts = make_samples(groups=4, size=4), slice(0, 10)
+    single, double = (
+        build_trainer(tiny_run(path, dtype, report={"noise_floor_every": 2}), 0, 1) for dtype in ("float32", "float64")
+    )
+    reports = [trainer.step([samples[cuts], samples[10:], []]) for trainer in (single, double)]
+    for report, least, most in zip(reports, (1e-9, 1e-18), (1e-5, 1e-13), strict=True):
+        assert report.floor_tokens == sum(len(s.token_ids) for s in samples[cuts])
+        assert least < report.floor <= report.floor_max < most
+    assert single.step([samples]).floor is None  # version 1
+    assert single.step([samples]).floor is not None
+
+
+def test_the_noise_floor_sees_a_layout_that_changes_log_probs(path, monkeypatch):
+    trainer = build_trainer(tiny_run(path), 0, 1)
+    score = trainer._score_otherwise
+    calls = []
+
+    def off_by_a_tenth(samples):
+        calls.append(len(samples))
+        batch, logp_M = score(samples)
+        return batch, logp_M + 0.1
+
+    monkeypatch.setattr(trainer, "_score_otherwise", off_by_a_tenth)
+    report = trainer.step([make_samples(groups=3, size=1)])
+    assert calls == [2, 1]
+    assert report.floor == pytest.approx(0.1) and report.floor_max == pytest.approx(0.1)
+
+
+def test_measuring_the_noise_floor_changes_no_weight(path):
+    with_floor, without = (build_trainer(tiny_run(path, report={"noise_floor_every": every}), 0, 1) for every in (1, 0))
+    for trainer in (with_floor, without):
+        trainer.step([make_samples(), []])
+    assert torch.equal(weights(with_floor), weights(without))
 
 
 def test_report_means_are_over_all_tokens_not_over_micro_batches(path):
@@ -198,6 +240,16 @@ def test_a_bad_sample_is_an_error_before_anything_changes(path):
     with pytest.raises(BatchError, match="group 0"):
         trainer.step([samples])
     assert trainer.version == 0
+
+
+def test_what_is_trained_but_never_sent_is_refused(path):
+    """verl #7495: for two months the frozen base was sent while other parameters were trained."""
+    policy = prepare(tiny_lm(), torch.float32)
+    policy.lora = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ModelError, match=r"1 trained parameters would never reach an engine, e\.g\. lora"):
+        Trainer(tiny_run(path, "float32"), policy, open_mesh(0, 1))
+    policy.lora.requires_grad_(False)
+    Trainer(tiny_run(path, "float32"), policy, open_mesh(0, 1))
 
 
 def test_tied_weights_are_listed_once_in_model_order(path):

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
 from asyncrl.transport.blocking import BlockingDialer
 from asyncrl.transport.errors import TransportError
-from asyncrl.weights.digest import tensor_digests
+from asyncrl.weights.digest import combined, tensor_digests
 from asyncrl.weights.messages import PUBLISHER_SCHEMA, frontend_name
 from asyncrl.weights.staging import Receiver
 
 
 class FakeEngine:
-    """``weights`` holds clones of what it loaded last; ``deaf_to`` lists kinds its frontend never answers."""
+    """``weights`` holds clones of what it loaded last; ``deaf_to`` lists kinds its frontend never answers.
+
+    ``keeps`` its first weights for ever, and commits later versions all the same. ``before_ready`` is called first.
+    """
 
     def __init__(
-        self, endpoint: str, name: str = "generator/0", workers: int = 1, deaf_to: tuple[str, ...] = ()
+        self,
+        endpoint: str,
+        name: str = "generator/0",
+        workers: int = 1,
+        deaf_to: tuple[str, ...] = (),
+        keeps: bool = False,
+        before_ready: Callable[[], object] = lambda: None,
     ) -> None:
-        self.name, self.deaf_to = name, deaf_to
+        self.name, self.deaf_to, self.keeps, self.before_ready = name, deaf_to, keeps, before_ready
         self.weights: dict[str, torch.Tensor] = {}
         self.versions: list[int] = []
         self.announced: list[int] = []
@@ -47,6 +57,7 @@ class FakeEngine:
             self._link.send("subscribe", who)
         elif kind == "announce":
             self.announced.append(header["version"])
+            self.before_ready()
             self._link.send("ready", {"version": header["version"]})
         elif kind == "load":
             self._load(header["version"])
@@ -59,8 +70,10 @@ class FakeEngine:
             staged = receiver.take(version)
             tensors = {spec.name: tensor for spec, tensor in staged.tensors()}
             assert tensor_digests(tensors.values()) == staged.digests
-            self.weights = {name: tensor.clone() for name, tensor in tensors.items()}
-            receiver.report("loaded", version=version, load_s=0.5, digest_s=0.125)
+            if not (self.weights and self.keeps):
+                self.weights = {name: tensor.clone() for name, tensor in tensors.items()}
+            digest = combined(tensor_digests(self.weights.values()))
+            receiver.report("loaded", version=version, digest=digest, load_s=0.5, digest_s=0.125)
         self.versions.append(version)
 
     def close(self) -> None:

@@ -1,9 +1,13 @@
-"""One rank of the gather tests: ``python -m tests.weights.gather_ranks RANK WORLD STORE SCENARIO...``."""
+"""The ranks of the gather tests: ``python -m tests.weights.gather_ranks WORLD STORE SCENARIO...``."""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import multiprocessing.connection
 import sys
-from pathlib import Path
+import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -139,11 +143,79 @@ def damaged(rank: int, world: int) -> None:
     publisher.close()
 
 
-if __name__ == "__main__":
-    own, size = int(sys.argv[1]), int(sys.argv[2])
-    dist.init_process_group("gloo", init_method=f"file://{Path(sys.argv[3])}", rank=own, world_size=size)
-    for scenario in sys.argv[4:]:
-        print(scenario, flush=True)
-        globals()[scenario](own, size)
+def unready(rank: int, world: int) -> None:
+    """Nobody gathers before the engines are ready, or if rank 0 cannot ask them; later collectives still match."""
+    net = model()
+    fully_shard(net)
+    gather, began, ready = Gatherer.gather, [], []
+    Gatherer.gather = lambda *arguments: began.append(time.monotonic()) or gather(*arguments)
+
+    def pushed(rank_0: Callable[[WeightPublisher], None], deadline_s: float = 20.0) -> None:
+        """One push on all ranks; ``rank_0`` looks at it there. Counts the gathers that it began."""
+        began.clear()
+        with WeightPublisher(net.named_parameters, rank=rank, world=world, deadline_s=deadline_s) as publisher:
+            if rank == 0:
+                rank_0(publisher)
+            else:
+                publisher.publish(0)
+                with contextlib.suppress(PublishFailed):
+                    publisher.wait_committed()
+
+    def deaf(publisher: WeightPublisher) -> None:
+        engine = FakeEngine(publisher.endpoint, deaf_to=("announce",))
+        publisher.wait_for_engines(1, 20)
+        publisher.publish(0)
+        assert "did not get ready" in publisher.wait_committed().dropped["generator/0"]
+        engine.close()
+
+    def broken(publisher: WeightPublisher) -> None:
+        publisher._hub.subscribers.announce = None
+        publisher.publish(0)
+        with contextlib.suppress(PublishFailed):
+            raise AssertionError(publisher.wait_committed())
+
+    def slow(publisher: WeightPublisher) -> None:
+        engine = FakeEngine(publisher.endpoint, before_ready=lambda: ready.append((time.sleep(0.5), time.monotonic())))
+        publisher.wait_for_engines(1, 20)
+        publisher.publish(0)
+        assert publisher.wait_committed().engines == ["generator/0"]
+        engine.close()
+
+    for case, deadline_s in ((deaf, 1.0), (broken, 20.0)):
+        pushed(case, deadline_s)
+        assert not began, f"rank {rank} gathered for an engine that was not ready ({case.__name__})"
+    pushed(slow)
+    at = [ready[0][1] if ready else 0.0]
+    dist.broadcast_object_list(at)
+    assert began and began[0] > at[0], f"rank {rank} gathered {at[0] - began[0]:.3f} s before the engine was ready"
+    Gatherer.gather = gather
+
+
+def run_rank(rank: int, world: int, store: str, scenarios: list[str]) -> None:
+    """What each process does."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    for scenario in scenarios:
+        print(f"rank {rank}: {scenario}", flush=True)
+        globals()[scenario](rank, world)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def main(world: int, store: str, scenarios: list[str]) -> int:
+    """Fork the ranks, so that torch is imported once. The first failure ends them all: the others would wait for it."""
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run_rank, args=(rank, world, store, scenarios)) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    alive = {rank.sentinel: rank for rank in ranks}
+    while alive:
+        for sentinel in multiprocessing.connection.wait(list(alive)):
+            if code := alive.pop(sentinel).exitcode:
+                for rank in alive.values():
+                    rank.kill()
+                return abs(code)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from asyncrl.transport.errors import DeadlineExpired
+from asyncrl.weights.digest import combined, tensor_digests
 from asyncrl.weights.errors import PublishFailed
 from asyncrl.weights.publisher import WeightPublisher
 from asyncrl.weights.staging import Staged
@@ -27,9 +28,11 @@ class Bench:
             "head": torch.randn(5, 3, generator=generator),
         }
         self.drops: list[tuple[str, str]] = []
+        self.served: list[tuple[str, int, str]] = []
         self.publisher = WeightPublisher(
             lambda: self.parameters.items(),
             on_drop=lambda *who: self.drops.append(who),
+            on_served=lambda *what: self.served.append(what),
             **{"chunk_bytes": 256, "window_bytes": 1024, "deadline_s": 20} | options,
         )
         self.engines: list[FakeEngine] = []
@@ -78,6 +81,21 @@ def test_engines_get_the_bytes_and_the_report_says_what_happened(bench):
     assert report.bytes >= sum(4 * p.numel() for p in bench.parameters.values())
     assert (report.load_s, report.digest_s, report.pause_s) == (0.5, 0.125, 0.25)
     assert report.gather_s > 0 and report.transfer_s > 0 and report.total_s >= report.transfer_s
+
+
+def test_an_engine_that_did_not_move_with_the_trainer_is_dropped(bench):
+    """verl #7495; TRL #5312, #5313; OpenRLHF #660: engines that go on with old weights, and nobody can tell."""
+    good, stale = bench.join("generator/0", "generator/1", keeps=True)
+    good.keeps = False
+    bench.push(0)
+    bench.parameters["head"] += 1e-6
+    report = bench.push(1)
+    assert report.engines == ["generator/0"] and stale.versions == [0, 1]
+    before, now = combined(tensor_digests(stale.weights.values())), combined(tensor_digests(good.weights.values()))
+    reason = f"it loaded weights of digest {before}, the trainer's is {now}"
+    assert bench.drops == [("generator/1", f"did not load and commit: {reason}")]
+    assert bench.served == [("generator/0", 0, before), ("generator/1", 0, before), ("generator/0", 1, now)]
+    assert before != now == report.digest
 
 
 def test_all_workers_of_an_engine_take_part(bench):
@@ -146,22 +164,35 @@ def test_an_engine_that_misses_a_deadline_is_dropped_and_the_others_go_on(impati
     assert bad.told == report.dropped["generator/1"]
 
 
-def test_an_engine_that_leaves_in_the_middle_is_dropped_at_once(bench, monkeypatch):
-    good, bad = bench.join("generator/0", "generator/1")
-    send = Subscribers.verify
+PHASES = {
+    "announce": "did not get ready",
+    "chunk": "did not stage bytes",
+    "verify": "did not hold all bytes",
+    "load": "did not load and commit",
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_an_engine_killed_in_any_phase_is_dropped_at_once_and_the_others_go_on(bench, monkeypatch, phase):
+    """prime-rl #2337, #3050: a peer that dies inside the handshake leaves nobody waiting."""
+    (good,) = bench.join("generator/0")
+    (bad,) = bench.join("generator/1", deaf_to=(phase,))
+    send, handle = getattr(Subscribers, phase), bad.receivers[0]._handle
+    kill = threading.Thread(target=bad.close)  # from another thread, as a process that ends would
 
     async def leave(self, *arguments):
-        # close from another thread, as a process that ends would
-        threading.Thread(target=bad.close).start()
+        if kill.ident is None:
+            kill.start()
         return await send(self, *arguments)
 
-    handle = bad.receivers[0]._handle
-    monkeypatch.setattr(Subscribers, "verify", leave)
-    monkeypatch.setattr(bad.receivers[0], "_handle", lambda m: None if m.kind == "verify" else handle(m))
-    report = bench.push(0)
+    monkeypatch.setattr(bad.receivers[0], "_handle", lambda m: None if m.kind == phase else handle(m))
+    with monkeypatch.context() as m:
+        m.setattr(Subscribers, phase, leave)
+        report = bench.push(0)
     assert report.engines == ["generator/0"] and same(good, bench.parameters)
-    assert "generator/1" in report.dropped and "did not hold all bytes" in report.dropped["generator/1"]
+    assert PHASES[phase] in report.dropped["generator/1"]
     assert "waited" not in report.dropped["generator/1"], "a lost link must not wait for the deadline"
+    assert bench.push(1).engines == ["generator/0"] and good.versions == [0, 1]
 
 
 def test_bytes_do_not_depend_on_parameters_after_wait_gathered(bench, monkeypatch):

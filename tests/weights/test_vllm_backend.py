@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from asyncrl.weights.digest import tensor_digests
+from asyncrl.weights.digest import combined, tensor_digests
 from asyncrl.weights.errors import WeightMismatch
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.staging import Staged
@@ -21,8 +21,14 @@ TARGETS = {"embed": "embed", "q": "qk", "k": "qk", "lm_head": ""}  # tied: the e
 class Model:
     """Two parameters; ``qk`` is fused of q and k."""
 
+    def __init__(self):
+        self.buffers = {"rotary.cos_sin": torch.arange(4.0), "rotary.positions": torch.arange(4)}
+
     def named_parameters(self):
         return [("embed", None), ("qk", None)]
+
+    def named_buffers(self):
+        return list(self.buffers.items())
 
     def load_weights(self, weights):
         ((name, _),) = weights
@@ -75,6 +81,22 @@ def update(engine: ZmqWeightTransferEngine, what: Staged) -> Reports:
 def test_what_matches_is_loaded_and_reported(engine):
     ((kind, header),) = update(engine, staged(TENSORS)).sent
     assert kind == "loaded" and header["version"] == 3 and header["load_s"] >= header["digest_s"] > 0
+    assert header["digest"] == combined(tensor_digests(TENSORS.values()))
+
+
+@pytest.mark.parametrize("change", [lambda b: b + 1e-6, lambda b: b.bfloat16()], ids=["value", "dtype"])
+def test_a_buffer_that_a_load_changed_is_named(engine, monkeypatch, change):
+    """SkyRL #1725, verl #5801: rotary frequencies cast with the weights, or stale. They are compared after a sync."""
+
+    def finalize(model, config):
+        model.buffers["rotary.cos_sin"] = change(model.buffers["rotary.cos_sin"])
+
+    monkeypatch.setattr("asyncrl.weights.vllm_backend.finalize_layerwise_reload", finalize)
+    with pytest.raises(
+        WeightMismatch, match=r"1 buffers of the engine changed with the load: rotary\.cos_sin$"
+    ) as caught:
+        update(engine, staged(TENSORS))
+    assert engine._receiver.sent == [("mismatch", {"version": 3, "reason": str(caught.value)})]
 
 
 def test_all_changed_tensors_are_named_to_everyone(engine):
