@@ -44,7 +44,9 @@ class Children:
 
     def _start_supervisor(self) -> str:
         read_end, write_end = os.pipe()
-        arguments = ["--run-dir", str(self.context.run_dir), "--ranks", str(self.context.world_size)]
+        place = self.context.place
+        arguments = ["--run-dir", str(self.context.run_dir), "--ranks", str(place.world_size)]
+        arguments += ["--local-ranks", str(place.local_world_size)]
         self._supervisor = spawn(
             "asyncrl.actors.supervisor",
             [*arguments, "--ready-fd", str(write_end)],

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from asyncrl.actors.process import end, kill_session, read_line, spawn
 from asyncrl.config.files import load_config
+from asyncrl.config.machine import assign_gpus, visible_gpus
 from asyncrl.config.processes import describe_exit
 from asyncrl.config.schema import Config
 
@@ -38,6 +39,7 @@ class Generators:
     logs: Path
     controller: str
     max_restarts: int
+    gpus: dict[str, list[str]] = field(default_factory=dict)  # of each generator; none on a machine without
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
 
@@ -46,9 +48,10 @@ class Generators:
 
     def start(self, name: str) -> None:
         arguments = ["--config", str(self.config), "--name", name, "--controller", self.controller]
-        self.running[name] = spawn(
-            "asyncrl.actors.generator", arguments, log=self.log(name), extra_env={"ASYNCRL_GENERATOR": name}
-        )
+        env = {"ASYNCRL_GENERATOR": name}
+        if gpus := self.gpus.get(name):
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        self.running[name] = spawn("asyncrl.actors.generator", arguments, log=self.log(name), extra_env=env)
 
     def heal(self, name: str) -> str | None:
         """Restart ``name`` after its death; a reason to end the run when its budget is spent, else None."""
@@ -74,12 +77,14 @@ def _on_sigterm(_signum: int, _frame: object) -> None:
     raise Stopped
 
 
-def supervise(cfg: Config, run_dir: Path, ranks: int, ready_fd: int) -> int:
-    """Run the children until the controller ends. Returns the exit code."""
+def supervise(cfg: Config, run_dir: Path, ranks: int, local_ranks: int, ready_fd: int) -> int:
+    """Run the children until the controller ends. ``local_ranks``: trainers on this machine. Returns the exit code."""
     config, logs = run_dir / "config.json", run_dir / "logs"
     logs.mkdir(exist_ok=True)
     controller = None
-    generators = Generators(config, logs, "", cfg.generator.max_restarts)
+    names = [f"generator/{index}" for index in range(cfg.generator.replicas)]
+    gpus = assign_gpus(visible_gpus(), local_ranks, len(names), cfg.generator.tensor_parallel)
+    generators = Generators(config, logs, "", cfg.generator.max_restarts, dict(zip(names, gpus, strict=True)))
     try:
         read_end, write_end = os.pipe()
         controller = spawn(
@@ -94,8 +99,8 @@ def supervise(cfg: Config, run_dir: Path, ranks: int, ready_fd: int) -> int:
         generators.controller = json.loads(line)["endpoint"]
         os.write(ready_fd, (line + "\n").encode())
         os.close(ready_fd)
-        for index in range(cfg.generator.replicas):
-            generators.start(f"generator/{index}")
+        for name in names:
+            generators.start(name)
         return _watch(controller, generators)
     except Stopped:
         return 143
@@ -142,6 +147,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="starts and watches the controller and the generators")
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--ranks", type=int, required=True, help="trainer ranks of the whole run")
+    parser.add_argument("--local-ranks", type=int, required=True, help="trainer ranks on this machine")
     parser.add_argument(
         "--ready-fd", type=int, required=True, help="a pipe that gets the controller's endpoint as JSON"
     )
@@ -149,7 +155,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _on_sigterm)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     cfg = load_config(arguments.run_dir / "config.json")
-    return supervise(cfg, arguments.run_dir, arguments.ranks, arguments.ready_fd)
+    return supervise(cfg, arguments.run_dir, arguments.ranks, arguments.local_ranks, arguments.ready_fd)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import get_args, get_type_hints
 from asyncrl.config.context import Place
 from asyncrl.config.errors import ConfigError, Problem
 from asyncrl.config.load import REPOSITORY
-from asyncrl.config.machine import count_gpus
+from asyncrl.config.machine import visible_gpus
 from asyncrl.config.model_folder import check_model_folder
 from asyncrl.config.schema import Config
 
@@ -25,7 +25,7 @@ BIASED = "biases the ratio of trainer to engine log-probabilities, and replay of
 
 def check(config: Config, place: Place, gpus: int | None = None) -> None:
     """Raises ConfigError with every problem found. ``gpus`` overrides the number of GPUs of this machine."""
-    gpus = count_gpus() if gpus is None else gpus
+    gpus = len(visible_gpus()) if gpus is None else gpus
     problems = [problem for each in CHECKS for problem in each(config)]
     problems += check_devices(config, place, gpus)
     if problems:
@@ -140,8 +140,8 @@ def is_loopback(host: str) -> bool:
 def check_env(config: Config) -> Iterator[Problem]:
     """Held-out items that are not training items; ``asyncrl.envs`` checks the task itself."""
     env = config.env
-    if config.mode == "sft" and config.sft.source == "jsonl":
-        return
+    if env.kind == "function" or (config.mode == "sft" and config.sft.source == "jsonl"):
+        return  # no seeds: the function is told the split
     overlap = env.train_seed < env.heldout_seed + env.heldout_size and env.heldout_seed < env.train_seed + env.size
     if overlap and env.heldout_size:
         yield Problem(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl.config import check as checks
+from asyncrl.config import model_folder
 from asyncrl.config.check import check, is_loopback
 from asyncrl.config.context import Place
 from asyncrl.config.errors import ConfigError
@@ -16,7 +17,8 @@ from tests.config.folders import make_model_folder
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    """Builds a Config from dotted keys on top of one that is accepted."""
+    """Builds a Config from dotted keys on top of one that is accepted, whatever is installed or being installed."""
+    monkeypatch.setattr(model_folder, "REGISTRIES", {})
     monkeypatch.setattr(checks, "REPOSITORY", tmp_path)
     monkeypatch.setattr(checks, "entry_points", lambda group: [SimpleNamespace(name="asyncrl")])
     (tmp_path / "asyncrl" / "modes").mkdir(parents=True)
@@ -94,6 +96,7 @@ ACCEPTED = [
     {"trainer.steps": 2, "optim.warmup_steps": 3},
     {"env.train_seed": 2, "env.size": 10, "env.heldout_seed": 12},
     {"env.train_seed": 100, "env.heldout_seed": 90, "env.heldout_size": 10},
+    {"env.kind": "function", "env.function": "module:task", "env.train_seed": 2, "env.heldout_seed": 2},
 ]
 
 

@@ -1,0 +1,25 @@
+"""What the supervisor gives to the generators that it starts."""
+
+from __future__ import annotations
+
+from asyncrl.actors import supervisor
+from asyncrl.actors.process import spawn
+from asyncrl.actors.supervisor import Generators
+
+REPORT = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ['ASYNCRL_GENERATOR'], flush=True)"
+
+
+def test_a_generator_sees_its_own_gpus_also_after_a_restart(tmp_path, monkeypatch):
+    """In the place of each generator a process says what it sees, and dies."""
+    (tmp_path / "said.py").write_text(f"{REPORT}\nraise SystemExit(3)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "all of them")
+    monkeypatch.setattr(supervisor, "spawn", lambda module, arguments, **options: spawn("said", [], **options))
+    generators = Generators(tmp_path, tmp_path, "", 1, {"generator/0": ["2", "3"], "generator/1": []})
+    for name in ("generator/0", "generator/1"):
+        generators.start(name)
+    assert generators.heal("generator/0") is None
+    assert "died 2 times, the last by exit code 3" in generators.heal("generator/0")
+    generators.running["generator/1"].wait()
+    assert generators.log("generator/0").read_text() == "2,3 generator/0\n" * 2
+    assert generators.log("generator/1").read_text() == "all of them generator/1\n"
