@@ -62,11 +62,6 @@ class BusyMeter:
         self._flush()
         self._depth -= 1
 
-    def reset(self) -> None:
-        """No reason left: the actor died and its requests with it."""
-        self._flush()
-        self._depth = 0
-
     def add(self, start: float, end: float) -> None:
         """Add [start, end], in any order.
 

@@ -314,10 +314,6 @@ class Inbox:
         self._fresh.clear()
         return ack
 
-    @property
-    def owes_ack(self) -> bool:
-        return bool(self._fresh)
-
     def held(self) -> list[int]:
         """Numbers received and not done, rising."""
         return list(self._held)
