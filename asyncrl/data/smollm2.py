@@ -35,10 +35,16 @@ def convert(target: Path) -> None:
     if target.exists():
         raise FileExistsError(f"{target} exists already; use it, or remove it first")
     import torch
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     source = gguf_file()
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # The file says "smollm": digits are cut off before anything else. transformers reads all as GPT-2's, which takes
+    # one of the spaces before a number away from the others.
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
     dequantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     settings = dequantised.config.to_dict()
     del settings["quantization_config"]
