@@ -127,7 +127,7 @@ class SamplingConfig:
 
 @dataclass
 class GeneratorConfig:
-    """vLLM engines. One process a replica."""
+    """vLLM engines. One process a replica, on GPUs of its own while there are enough (config/machine.py)."""
 
     replicas: Positive = 1
     tensor_parallel: Positive = 1

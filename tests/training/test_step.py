@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.report.keys import declared
+from asyncrl.rollouts.types import TrainSample
 from asyncrl.training.errors import BatchError, ModelError
 from asyncrl.training.exact import exact
 from asyncrl.training.mesh import needed_backend, open_mesh
@@ -128,17 +129,36 @@ def test_a_batch_with_nothing_to_train_is_skipped(path, micro_batches):
     assert torch.equal(weights(trainer), before)
 
 
+def scored_samples(temperature: float = 1.0) -> list[TrainSample]:
+    """Three samples with the log-probs that transformers gives them under the weights of ``path``."""
+    samples, lm = make_samples(groups=3, size=1), tiny_lm().double()
+    with exact(torch.float64), torch.no_grad():
+        for s in samples:
+            ids = torch.as_tensor(np.concatenate([s.prompt_ids, s.token_ids]), dtype=torch.int64)
+            logp = (lm(ids[None]).logits[0, :-1] / temperature).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            s.logprobs[:] = logp[len(s.prompt_ids) - 1 :].float().numpy()
+    return samples
+
+
+def test_ratios_of_tokens_and_samples_by_hand(path):
+    """TRL #4772: the ratio of a sequence explodes with its length; a mean over tokens does not show it."""
+    samples = scored_samples()
+    for s in samples:
+        s.logprobs -= 0.1
+    report = build_trainer(tiny_run(path), 0, 1).step([samples])
+    sequences = [math.exp(0.1 * len(s.token_ids)) for s in samples]
+    assert len(set(sequences)) > 1
+    assert report.ratio_sequence_mean == pytest.approx(np.mean(sequences), rel=1e-5)
+    assert report.ratio_mean == pytest.approx(math.exp(0.1), rel=1e-5)
+    assert report.ratio_geometric_mean == pytest.approx(math.exp(0.1), rel=1e-5)
+    assert report.ess_share == pytest.approx(1.0, abs=1e-6)
+
+
 def test_ratio_is_one_at_any_temperature_with_unchanged_weights(path):
     """TRL #4159: with T != 1 the first ratio was 2. Behaviour log-probs are those of the distribution sampled from."""
     for temperature in (0.6, 1.0, 1.3):
         trainer = build_trainer(tiny_run(path, sampling={"temperature": temperature}), 0, 1)
-        samples = make_samples(groups=3, size=1)
-        lm = tiny_lm().double()
-        with exact(torch.float64), torch.no_grad():
-            for s in samples:
-                ids = torch.as_tensor(np.concatenate([s.prompt_ids, s.token_ids]), dtype=torch.int64)
-                logp = (lm(ids[None]).logits[0, :-1] / temperature).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-                s.logprobs[:] = logp[len(s.prompt_ids) - 1 :].float().numpy()
+        samples = scored_samples(temperature)
         report = trainer.step([samples])
         assert report.ratio_mean == pytest.approx(1.0, abs=1e-6)
         assert report.mismatch < 1e-6 and report.clip_low_share == report.clip_high_share == 0
@@ -208,7 +228,6 @@ def test_measuring_the_noise_floor_changes_no_weight(path):
 
 
 def test_report_means_are_over_all_tokens_not_over_micro_batches(path):
-    """TRL #4772: token, sequence and geometric ratios, sample size and clip shares, not one mean alone."""
     samples = make_samples(groups=5, size=3)
     one, cut = (build_trainer(tiny_run(path), 0, 1).step(m) for m in ([samples], [samples[:2], [], samples[2:]]))
     names = "loss entropy ratio_mean ratio_max ratio_sequence_mean ratio_geometric_mean ess_share approx_kl"
