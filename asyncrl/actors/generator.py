@@ -130,6 +130,7 @@ class Generator:
             generator=self.name,
             keys_file=str(keys_file(cfg.transport) or ""),
             deadline_s=cfg.weights.deadline_s,
+            plane=cfg.weights.backend,
             link={"heartbeat_s": cfg.transport.heartbeat_s, "dead_after_s": cfg.transport.dead_after_s},
         )
         while True:

@@ -83,7 +83,8 @@ def supervise(cfg: Config, run_dir: Path, ranks: int, local_ranks: int, ready_fd
     logs.mkdir(exist_ok=True)
     controller = None
     names = [f"generator/{index}" for index in range(cfg.generator.replicas)]
-    gpus = assign_gpus(visible_gpus(), local_ranks, len(names), cfg.generator.tensor_parallel)
+    usable = visible_gpus()[:1] if cfg.weights.backend == "ipc" else visible_gpus()  # ipc: with trainer rank 0
+    gpus = assign_gpus(usable, local_ranks, len(names), cfg.generator.tensor_parallel)
     generators = Generators(config, logs, "", cfg.generator.max_restarts, dict(zip(names, gpus, strict=True)))
     try:
         read_end, write_end = os.pipe()

@@ -28,6 +28,7 @@ def check(config: Config, place: Place, gpus: int | None = None) -> None:
     gpus = len(visible_gpus()) if gpus is None else gpus
     problems = [problem for each in CHECKS for problem in each(config)]
     problems += check_devices(config, place, gpus)
+    problems += check_weights(config, place, gpus)
     if problems:
         raise ConfigError(problems)
 
@@ -224,14 +225,39 @@ def check_devices(config: Config, place: Place, gpus: int) -> Iterator[Problem]:
         )
         return
     wanted = generator.replicas * generator.tensor_parallel
-    sharing = math.ceil(wanted / gpus)
+    usable = 1 if config.weights.backend == "ipc" else gpus
+    sharing = math.ceil(wanted / usable)
     if sharing > 1 and sharing * generator.memory_share > 0.95:
         yield Problem(
             "generator.replicas",
-            f"{wanted} GPUs are wanted and {gpus} exist; {sharing} engines at generator.memory_share="
+            f"{wanted} GPUs are wanted and {usable} can be used; {sharing} engines at generator.memory_share="
             f"{generator.memory_share:g} do not fit on one",
             f"fewer replicas, or generator.memory_share={math.floor(90 / sharing) / 100:g} or less",
         )
+
+
+def check_weights(config: Config, place: Place, gpus: int) -> Iterator[Problem]:
+    """Trainer and engines are where the way of moving weights needs them."""
+    backend, generator = config.weights.backend, config.generator
+    if config.mode != "grpo" or backend == "zmq":
+        return
+    if gpus == 0:
+        yield Problem("weights.backend", f"{backend} moves weights from GPU to GPU and none is here", "set it to zmq")
+    elif backend == "ipc" and generator.tensor_parallel > 1:
+        yield Problem(
+            "weights.backend",
+            f"ipc needs every engine on the one GPU of trainer rank 0, and an engine takes {generator.tensor_parallel}",
+            "generator.tensor_parallel=1, or set it to zmq",
+        )
+    elif backend == "nccl":
+        engines = generator.replicas * generator.tensor_parallel
+        if place.local_world_size + engines > gpus:
+            yield Problem(
+                "weights.backend",
+                f"nccl needs trainers and engines on different GPUs: {place.local_world_size} trainer ranks and "
+                f"{engines} GPUs of engines are more than the {gpus} here",
+                "fewer ranks or replicas, or set it to zmq" + (", or ipc" if generator.tensor_parallel == 1 else ""),
+            )
 
 
 CHECKS: list[Callable[[Config], Iterator[Problem]]] = [

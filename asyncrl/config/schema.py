@@ -169,10 +169,12 @@ class OptimConfig:
 class WeightsConfig:
     """The push of new weights from trainers to engines."""
 
-    backend: Literal["zmq"] = "zmq"
+    # zmq: through host memory, any machine and device. ipc: engines share the GPU of trainer rank 0, nothing leaves it.
+    # nccl: from GPU to GPU, engines on other GPUs. ipc and nccl stage on the engine's GPU: the weights lie there twice.
+    backend: Literal["zmq", "ipc", "nccl"] = "zmq"
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""  # wire dtype; empty: generator.dtype
     chunk_bytes: Positive = 16 * 2**20
-    window_bytes: Positive = 64 * 2**20  # most bytes in flight to one engine
+    window_bytes: Positive = 64 * 2**20  # most bytes in flight; ipc and nccl: of GPU memory on the trainer's side
     deadline_s: Seconds = 120.0
 
 

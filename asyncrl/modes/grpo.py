@@ -111,6 +111,7 @@ def _open_trainer(cfg: Config, context: RunContext) -> Trainer:
 
 def _open_publisher(cfg: Config, context: RunContext, trainer: Trainer, link: BlockingDialer) -> WeightPublisher:
     """This rank's end of the weight push. An engine that misses a deadline of it is reported to the controller."""
+    from asyncrl.weights.planes import sending_plane
     from asyncrl.weights.publisher import WeightPublisher
 
     return WeightPublisher(
@@ -121,6 +122,7 @@ def _open_publisher(cfg: Config, context: RunContext, trainer: Trainer, link: Bl
         chunk_bytes=cfg.weights.chunk_bytes,
         window_bytes=cfg.weights.window_bytes,
         deadline_s=cfg.weights.deadline_s,
+        plane=sending_plane(cfg.weights.backend, cfg.weights.chunk_bytes),
         on_drop=lambda engine, reason: link.send("dropped", {"generator": engine, "reason": reason}),
         on_served=lambda engine, version, digest: link.send(
             "served", {"generator": engine, "version": version, "digest": digest}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from asyncrl.transport.errors import TransportError
+
 
 class WeightMismatch(RuntimeError):
     """An engine holds, or was about to hold, something other than the trainer's weights. Names every tensor.
@@ -45,3 +47,7 @@ class GatherMismatch(RuntimeError):
 
 class PublishFailed(RuntimeError):
     """The push of a version ended without its weights leaving; the cause is chained."""
+
+
+class PlaneFailed(TransportError):
+    """The way that bytes take to an engine broke. The text says what it was waiting for or what the driver said."""

@@ -93,8 +93,11 @@ class Gatherer:
         self._device = torch.device("cpu") if over_gloo or not locals_ else locals_[0].tensor.device
         self._digests: dict[int, Tensor] = {}
 
-    def gather(self, bucket: range, locals_: Sequence[Local]) -> Tensor | None:
-        """Rank 0: the bucket's bytes (uint8, CPU), a fresh buffer. Other ranks take part and get None."""
+    def gather(self, bucket: range, locals_: Sequence[Local], out: Tensor | None = None) -> Tensor | None:
+        """Rank 0: the bucket's bytes (uint8), in ``out`` or, without it, in a fresh buffer on the CPU.
+
+        Other ranks take part and get None. ``out`` is complete once its device has done what was asked of it.
+        """
         mine = {i: self._wire(i, locals_[i]) for i in bucket if self.rank in self._owners[i]}
         for i, block in mine.items():
             self._note_digest(i, block)
@@ -103,18 +106,25 @@ class Gatherer:
                 dist.send(_pack(mine.values()), self._global(0), group=self._group)
             return None
         origin = self.manifest.specs[bucket[0]].offset
-        stream = torch.zeros(self.bucket_bytes(bucket), dtype=torch.uint8, device=self._device)
+        stream = out
+        if stream is None:
+            stream = torch.zeros(self.bucket_bytes(bucket), dtype=torch.uint8, device=self._device)
         for i, block in mine.items():
             self._place(stream, origin, i, 0, block)
         for peer in range(1, self.world):
             self._receive(peer, bucket, stream, origin)
-        return stream.cpu()
+        return stream.cpu() if out is None else out
 
     def bucket_bytes(self, bucket: range) -> int:
         """Length of a bucket's part of the stream, the padding up to the next bucket included."""
         specs = self.manifest.specs
         end = specs[bucket.stop].offset if bucket.stop < len(specs) else self.manifest.nbytes
         return end - specs[bucket.start].offset
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest bucket."""
+        return max(map(self.bucket_bytes, self.buckets), default=0)
 
     def shard_digests(self) -> list[int] | None:
         """Digests of the bytes gathered since the last call, summed over shards; rank 0 gets them, others None."""

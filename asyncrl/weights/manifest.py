@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,6 +87,47 @@ class Manifest:
             return cls.of(_checked(row) for row in rows)
         except (ValueError, TypeError) as error:
             raise ProtocolError(f"not a manifest of weights: {error}") from error
+
+
+@dataclass
+class Staged:
+    """One version's bytes as far as they have arrived; ``digests`` come last."""
+
+    version: int
+    manifest: Manifest
+    stream: Tensor  # uint8, 1-d, on whatever device the data plane stages
+    received: int = 0
+    digests: list[int] | None = None
+    began: float = 0.0
+
+    def tensors(self) -> Iterator[tuple[TensorSpec, Tensor]]:
+        """Views of the staging buffer in the order of the manifest."""
+        for spec in self.manifest.specs:
+            yield spec, spec.view(self.stream)
+
+    def place(self, offset: int, nbytes: int) -> Tensor:
+        """Where the next bytes belong (uint8), which count as received. ``ProtocolError`` if others were due."""
+        end = offset + nbytes
+        if offset != self.received or end > self.manifest.nbytes:
+            raise ProtocolError(
+                f"version {self.version}: bytes {offset} to {end} came where byte {self.received} of "
+                f"{self.manifest.nbytes} was due"
+            )
+        self.received = end
+        return self.stream[offset:end]
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Append a chunk that is here, to a stream on the CPU. Raises ``ProtocolError`` if it is not the next one."""
+        self.place(offset, data.nbytes).numpy()[:] = np.frombuffer(data, np.uint8)
+
+    def complete(self, digests: list[int]) -> None:
+        """Raises ``ProtocolError`` unless every byte and one digest a tensor is here."""
+        if self.received != self.manifest.nbytes or len(digests) != len(self.manifest.specs):
+            raise ProtocolError(
+                f"version {self.version}: {self.received} of {self.manifest.nbytes} bytes and {len(digests)} of "
+                f"{len(self.manifest.specs)} digests arrived"
+            )
+        self.digests = digests
 
 
 def _checked(row: Any) -> tuple[str, torch.dtype, list[int]]:

@@ -4,7 +4,7 @@
                               subscribe ->                   subscribe ->
     announce{v} ------------> (allocates staging) ---------> (able to pause)
                               ready ->                       ready ->
-    chunk{v} ...  ----------> (staged while it generates)
+    chunk{v} ...  ----------> (staged while it generates; lent or broadcast in place of chunk on other data planes)
     verify{v} digests ------> staged ->
     load{v} ------------------------------------------------> pause, load and compare, finish, resume
                               loaded ->                      committed ->
@@ -30,8 +30,16 @@ PUBLISHER_SCHEMA = Schema(
         "committed": Kind({"version": int, "pause_s": float}),
         "failed": Kind({"version": int, "reason": str}),
         # publisher -> engine
-        "announce": Kind({"version": int, "bytes": int}, buffers=1),  # the manifest as JSON
+        "announce": Kind({"version": int, "bytes": int, "join": bytes}, buffers=1),  # the manifest as JSON
         "chunk": Kind({"version": int, "offset": int}, buffers=1),
+        "broadcast": Kind({"version": int, "offset": int, "bytes": int}),  # they come through the engine's group
+        # they lie at ``at`` in memory of the publisher's GPU; from handle on: how the CUDA driver finds that memory
+        "lent": Kind(
+            {
+                **{"version": int, "offset": int, "bytes": int, "at": int, "gpu": str},
+                **{"handle": bytes, "size": int, "start": int, "counter": bytes, "counter_at": int},
+            }
+        ),
         "verify": Kind({"version": int}, buffers=1),  # uint64 digests in the manifest's order
         "load": Kind({"version": int}),
         "dropped": Kind({"reason": str}),

@@ -9,19 +9,18 @@
 Invariants:
 - all ranks gather or none does: rank 0 gets ``ready`` from the engines first and broadcasts its decision;
 - parameters are read between ``publish`` and ``wait_gathered`` only;
-- at most ``window_bytes`` (or one tensor, if that is larger) of gathered bytes exist at a time;
+- at most ``window_bytes`` (or the largest tensor, if that is larger) of gathered bytes exist at a time;
 - versions are pushed one after the other, each to its end.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -37,7 +36,9 @@ from asyncrl.weights.digest import combined, tensor_digests
 from asyncrl.weights.errors import GatherMismatch, PublishFailed
 from asyncrl.weights.gather import Gatherer, Local, local_of
 from asyncrl.weights.manifest import WIRE_DTYPES
+from asyncrl.weights.planes import SendingPlane, ZmqSending
 from asyncrl.weights.subscribers import Engine, Hub, Timings
+from asyncrl.weights.window import Window
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class SyncReport:
 class _Job:
     version: int
     locals: list[Local]
+    updated: torch.cuda.Event | None  # on a GPU: after the work that the parameters came out of
     gathered: threading.Event = field(default_factory=threading.Event)
     finished: threading.Event = field(default_factory=threading.Event)
     report: SyncReport | None = None
@@ -88,6 +90,7 @@ class WeightPublisher:
         deadline_s: float = 120.0,
         on_drop: Callable[[str, str], None] | None = None,
         on_served: Callable[[str, int, str], None] | None = None,
+        plane: SendingPlane | None = None,
         **listener_options: Any,
     ) -> None:
         """``named_params()``: (Hugging Face name, tensor or DTensor), the same order on all ranks and every time.
@@ -96,7 +99,8 @@ class WeightPublisher:
         publisher alone, with a timeout beyond ``deadline_s``; None makes one if ``world`` > 1 (a collective call).
         ``deadline_s``: for every single phase of an engine. ``on_drop(engine, reason)`` and, once an engine serves a
         version, ``on_served(engine, version, digest)``: called on rank 0, from the publisher's thread.
-        ``listener_options``: see ``Listener`` (address, keys, heartbeat_s, ...).
+        ``plane``: how rank 0 moves bytes; None: in messages. ``listener_options``: see ``Listener`` (address, keys,
+        heartbeat_s, ...).
         """
         self._named_params = named_params
         self._wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
@@ -106,11 +110,14 @@ class WeightPublisher:
         self._group = group
         self._chunk_bytes, self._window_bytes, self._deadline_s = chunk_bytes, window_bytes, deadline_s
         self._on_drop, self._on_served = on_drop, on_served
+        self._plane = plane or ZmqSending(chunk_bytes)
         self._gatherer: Gatherer | None = None
+        self._window: Window | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._error: BaseException | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._last: _Job | None = None
-        self._hub = Hub(deadline_s, **listener_options) if rank == 0 else None
+        self._hub = Hub(deadline_s, self._plane, **listener_options) if rank == 0 else None
         self.endpoint = self._hub.endpoint if self._hub else ""
         self._thread = threading.Thread(target=self._run, name=f"publisher rank {rank}", daemon=True)
         self._thread.start()
@@ -119,7 +126,7 @@ class WeightPublisher:
         """Begin to push the parameters as they are now. Raises what an earlier push died of."""
         self._check()
         locals_ = [local_of(name, parameter) for name, parameter in self._named_params()]
-        self._last = _Job(version, locals_)
+        self._last = _Job(version, locals_, _mark(locals_))
         self._jobs.put(self._last)
 
     def wait_gathered(self, deadline_s: float | None = None) -> None:
@@ -171,7 +178,7 @@ class WeightPublisher:
         while (job := self._jobs.get()) is not None:
             try:
                 if self._error is None:
-                    with torch.no_grad():
+                    with torch.no_grad(), self._beside(job):
                         self._push(job)
             except BaseException as error:  # raised again in the trainer's thread by ``_check``
                 log.exception("pushing version %d failed", job.version)
@@ -179,6 +186,19 @@ class WeightPublisher:
             finally:
                 job.gathered.set()
                 job.finished.set()
+
+    @contextmanager
+    def _beside(self, job: _Job) -> Iterator[None]:
+        """On a GPU: work on a stream of the publisher's own, or gathers would wait for the trainer's whole step."""
+        if job.updated is None:
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(job.locals[0].tensor.device)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(job.updated)
+            yield
+            self._stream.synchronize()  # nothing reads parameters any more
 
     def _push(self, job: _Job) -> None:
         if self._gatherer is None:
@@ -192,19 +212,31 @@ class WeightPublisher:
                     self._gatherer.gather(bucket, job.locals)
                 self._gatherer.shard_digests()
             return
+        if self._window is None:
+            self._window = self._open_window(self._gatherer, job)
         job.report = SyncReport(job.version)
         try:
-            _Sender(self._hub, self._gatherer, job, self._decide, self._chunk_bytes, self._window_bytes).run()
+            _Sender(self._hub, self._gatherer, job, self._decide, self._window).run()
         finally:
-            dropped, self._hub.subscribers.dropped = self._hub.subscribers.dropped, {}
-            job.report.dropped.update(dropped)
-            for engine, reason in dropped.items():
-                log.warning("%s is dropped: it %s", engine, reason)
-                if self._on_drop:
-                    self._on_drop(engine, reason)
-            for engine in job.report.engines:
-                if self._on_served:
-                    self._on_served(engine, job.version, job.report.digest)
+            self._tell(job.report)
+
+    def _open_window(self, gatherer: Gatherer, job: _Job) -> Window:
+        device = job.locals[0].tensor.device if job.locals else torch.device("cpu")
+        size = Window.size(self._window_bytes, gatherer.largest)
+        return Window(size, self._plane.memory(size, device))
+
+    def _tell(self, report: SyncReport) -> None:
+        """Name the engines that were dropped, and those that serve the version."""
+        assert self._hub is not None
+        dropped, self._hub.subscribers.dropped = self._hub.subscribers.dropped, {}
+        report.dropped.update(dropped)
+        for engine, reason in dropped.items():
+            log.warning("%s is dropped: it %s", engine, reason)
+            if self._on_drop:
+                self._on_drop(engine, reason)
+        for engine in report.engines:
+            if self._on_served:
+                self._on_served(engine, report.version, report.digest)
 
     def _decide(self, decision: int | None) -> int:
         """Rank 0's decision, on all ranks."""
@@ -218,18 +250,23 @@ class WeightPublisher:
         return int(value.item())
 
 
+def _mark(locals_: list[Local]) -> torch.cuda.Event | None:
+    """What the caller's stream has been asked for so far, if the parameters are on a GPU."""
+    if not locals_ or locals_[0].tensor.device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(locals_[0].tensor.device))
+    return event
+
+
 class _Sender:
     """Rank 0's way through one version."""
 
-    def __init__(
-        self, hub: Hub, gatherer: Gatherer, job: _Job, decide: Callable[[int], int], chunk_bytes: int, window_bytes: int
-    ) -> None:
+    def __init__(self, hub: Hub, gatherer: Gatherer, job: _Job, decide: Callable[[int], int], window: Window) -> None:
         assert job.report is not None
         self._hub, self._gatherer, self._job, self._decide = hub, gatherer, job, decide
-        self._chunk_bytes, self._window_bytes = chunk_bytes, window_bytes
-        self._report = job.report
+        self._window, self._report = window, job.report
         self._engines: list[Engine] = []
-        self._in_flight: deque[tuple[Any, int]] = deque()
         self._timings = Timings()
 
     def run(self) -> None:
@@ -276,8 +313,8 @@ class _Sender:
         sent: list[int] = []
         for bucket in self._gatherer.buckets:
             origin = specs[bucket.start].offset
-            self._make_room(self._gatherer.bucket_bytes(bucket))
-            stream = self._gatherer.gather(bucket, self._job.locals)
+            place = self._window.take(self._gatherer.bucket_bytes(bucket))
+            stream = self._gatherer.gather(bucket, self._job.locals, place)
             assert stream is not None
             if self._gatherer.world > 1:
                 sent += tensor_digests(specs[i].view(stream, origin) for i in bucket)
@@ -285,7 +322,7 @@ class _Sender:
         shards = self._gatherer.shard_digests()
         self._report.gather_s = time.monotonic() - began
         self._job.gathered.set()
-        self._make_room(None)
+        self._window.drain()
         self._engines = [engine for engine in self._engines if not engine.dropped]
         assert shards is not None
         if self._gatherer.world > 1 and sent != shards:
@@ -294,22 +331,7 @@ class _Sender:
         return shards
 
     def _submit(self, origin: int, stream: Tensor) -> None:
-        data = stream.numpy()
-        parts = [(begin, data[begin : begin + self._chunk_bytes]) for begin in range(0, len(data), self._chunk_bytes)]
-
-        async def send() -> None:
-            await asyncio.gather(
-                *(
-                    self._hub.subscribers.chunk(self._job.version, origin + begin, part, self._engines)
-                    for begin, part in parts
-                )
-            )
-
-        self._in_flight.append((self._hub.start(send()), len(data)))
-
-    def _make_room(self, nbytes: int | None) -> None:
-        """Wait until ``nbytes`` more fit the window; None: until nothing is in flight."""
-        while self._in_flight:
-            if nbytes is not None and sum(n for _, n in self._in_flight) + nbytes <= self._window_bytes:
-                return
-            self._in_flight.popleft()[0].result()
+        if stream.device.type == "cuda":
+            torch.cuda.current_stream(stream.device).synchronize()  # other processes and streams are to read it
+        moved = self._hub.subscribers.move(self._job.version, origin, stream, self._engines)
+        self._window.lend(self._hub.start(moved))

@@ -13,69 +13,36 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from asyncrl.transport.blocking import BlockingDialer
 from asyncrl.transport.errors import DeadlineExpired, ProtocolError, TransportError
 from asyncrl.transport.frames import Message, array_of
-from asyncrl.weights.manifest import Manifest, TensorSpec
+from asyncrl.weights.manifest import Manifest, Staged
 from asyncrl.weights.messages import PUBLISHER_SCHEMA, worker_name
-
-
-@dataclass
-class Staged:
-    """One version's bytes as far as they have arrived; ``digests`` come last."""
-
-    version: int
-    manifest: Manifest
-    stream: Tensor  # uint8, CPU, 1-d
-    received: int = 0
-    digests: list[int] | None = None
-    began: float = 0.0
-
-    def tensors(self) -> Iterator[tuple[TensorSpec, Tensor]]:
-        """Views of the staging buffer in the order of the manifest."""
-        for spec in self.manifest.specs:
-            yield spec, spec.view(self.stream)
-
-    def write(self, offset: int, data: memoryview) -> None:
-        """Append a chunk. Raises ``ProtocolError`` if it is not the next one."""
-        end = offset + data.nbytes
-        if offset != self.received or end > self.manifest.nbytes:
-            raise ProtocolError(
-                f"version {self.version}: bytes {offset} to {end} came where byte {self.received} of "
-                f"{self.manifest.nbytes} was due"
-            )
-        self.stream.numpy()[offset:end] = np.frombuffer(data, np.uint8)
-        self.received = end
-
-    def complete(self, digests: list[int]) -> None:
-        """Raises ``ProtocolError`` unless every byte and one digest a tensor is here."""
-        if self.received != self.manifest.nbytes or len(digests) != len(self.manifest.specs):
-            raise ProtocolError(
-                f"version {self.version}: {self.received} of {self.manifest.nbytes} bytes and {len(digests)} of "
-                f"{len(self.manifest.specs)} digests arrived"
-            )
-        self.digests = digests
+from asyncrl.weights.planes import ReceivingPlane, ZmqReceiving
 
 
 class Receiver:
     """Stages what the publisher sends to worker ``rank`` of ``generator``; ``workers`` is how many it has."""
 
     def __init__(
-        self, endpoint: str, generator: str, rank: int, workers: int, *, pin: bool = False, **link_options: Any
+        self,
+        endpoint: str,
+        generator: str,
+        rank: int,
+        workers: int,
+        *,
+        plane: ReceivingPlane | None = None,
+        **link_options: Any,
     ) -> None:
-        """``pin``: page-locked memory, for a fast copy to a GPU. ``link_options``: see ``BlockingDialer``."""
+        """``plane``: how bytes come; None: in messages. ``link_options``: see ``BlockingDialer``."""
         self._who = {"generator": generator, "role": "worker", "rank": rank, "workers": workers}
         name = worker_name(generator, rank)
         self._link = BlockingDialer(name, PUBLISHER_SCHEMA, endpoint, events=True, **link_options)
-        self._pin = pin
+        self._plane = plane or ZmqReceiving()
         self._staged: Staged | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._failure: Exception | None = None
@@ -111,6 +78,7 @@ class Receiver:
     def close(self) -> None:
         """Leave the publisher and end the thread."""
         self._closing = True
+        self._plane.close()
         self._link.close()
         if self._thread.is_alive():
             self._thread.join(10)
@@ -124,6 +92,7 @@ class Receiver:
         except TransportError as error:
             if not self._closing:
                 self._failure = error
+                self._plane.close()
                 self._try_report(error)
             self._subscribed.set()
 
@@ -143,9 +112,11 @@ class Receiver:
                 self._subscribed.set()
             case "announce":
                 self._announced(version, Manifest.from_bytes(message.buffers[0]))
+                if message.header["join"]:
+                    self._plane.join(message.header["join"])
                 self._link.send("ready", {"version": version})
-            case "chunk":
-                self._current(version).write(message.header["offset"], message.buffers[0])
+            case self._plane.kind:
+                self._plane.receive(self._current(version), message)
             case "verify":
                 data = message.buffers[0]
                 staged = self._current(version)
@@ -153,10 +124,12 @@ class Receiver:
                 self._link.send("staged", {"version": version, "seconds": time.monotonic() - staged.began})
             case "dropped":
                 self._staged = None
+            case "chunk" | "lent" | "broadcast":
+                raise ProtocolError(f"{message.kind} came to {self._link.name}, which takes {self._plane.kind} only")
 
     def _announced(self, version: int, manifest: Manifest) -> None:
         if self._buffer.numel() != manifest.nbytes:
-            self._buffer = torch.empty(manifest.nbytes, dtype=torch.uint8, pin_memory=self._pin)
+            self._buffer = self._plane.staging(manifest.nbytes)
         self._staged = Staged(version, manifest, self._buffer, began=time.monotonic())
 
     def _current(self, version: int) -> Staged:

@@ -14,11 +14,14 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from asyncrl.transport.errors import DeadlineExpired, PeerLost, TransportError
 from asyncrl.transport.frames import Buffer, Message
 from asyncrl.transport.links import Listener
 from asyncrl.transport.waiting import Deadline
 from asyncrl.weights.messages import PUBLISHER_SCHEMA
+from asyncrl.weights.planes import SendingPlane
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ class Engine:
     digest: str = ""  # of that version, as its workers computed it from what they loaded
     dropped: bool = False
     left: set[str] = field(default_factory=set)  # peers whose link was lost
+    line: Any = None  # what the data plane keeps of this engine
 
     @property
     def complete(self) -> bool:
@@ -68,8 +72,9 @@ class Timings:
 class Subscribers:
     """Methods run on the hub's loop."""
 
-    def __init__(self, listener: Listener, deadline_s: float) -> None:
-        self._listener, self._deadline_s = listener, deadline_s
+    def __init__(self, listener: Listener, deadline_s: float, plane: SendingPlane) -> None:
+        self._listener, self._deadline_s, self._plane = listener, deadline_s, plane
+        plane.attach(listener, deadline_s)
         self._engines: dict[str, Engine] = {}
         self._engine_of: dict[str, Engine] = {}
         self._answers: dict[tuple[str, str, int], asyncio.Future[dict[str, Any]]] = {}
@@ -117,6 +122,7 @@ class Subscribers:
         if header["role"] == "frontend":
             engine.frontend = peer
         else:
+            self._plane.leave(engine)
             engine.expected = header["workers"]
             engine.workers[header["rank"]] = peer
         self._engine_of[peer] = engine
@@ -134,11 +140,17 @@ class Subscribers:
 
     def _forget(self, engine: Engine) -> None:
         """Take ``engine`` out of the books, but not a newer one that goes by its names."""
+        self._plane.leave(engine)
         if self._engines.get(engine.name) is engine:
             del self._engines[engine.name]
         for peer in engine.peers:
             if self._engine_of.get(peer) is engine:
                 del self._engine_of[peer]
+
+    def leave_all(self) -> None:
+        """Give up every engine's line of the data plane, for the end."""
+        for engine in self._engines.values():
+            self._plane.leave(engine)
 
     # -- one version --------------------------------------------------------------------------------------------------
 
@@ -146,27 +158,24 @@ class Subscribers:
         """Tell the engines what comes; returns those that are ready for it."""
 
         async def one(engine: Engine) -> None:
-            header = {"version": version, "bytes": nbytes}
-            await self._ask_all(engine.peers, "announce", header, [manifest], "ready", version)
+            header = {"version": version, "bytes": nbytes, "join": await self._plane.invite(engine)}
+            await asyncio.gather(
+                self._ask_all(engine.peers, "announce", header, [manifest], "ready", version),
+                self._plane.meet(engine),
+            )
 
         return await self._each(engines, one, "get ready")
 
-    async def chunk(self, version: int, offset: int, data: Buffer, engines: list[Engine]) -> list[Engine]:
-        """Send bytes to all workers and return, with the engines still in, when every one has staged them.
+    async def move(self, version: int, offset: int, data: Tensor, engines: list[Engine]) -> list[Engine]:
+        """Bring bytes to all workers and return, with the engines still in, when every one has staged them.
 
-        Calls made one after the other may overlap: each queues its messages before the next one begins.
+        Calls made one after the other may overlap: each hands its bytes to the plane before the next one begins.
         """
 
         async def one(engine: Engine) -> None:
             if engine.dropped:
                 raise EngineFailed("dropped before")
-            header = {"version": version, "offset": offset}
-            await asyncio.gather(
-                *(
-                    self._listener.send(w, "chunk", header, [data], deadline_s=self._deadline_s, wait="acked")
-                    for w in engine.workers.values()
-                )
-            )
+            await self._plane.move(engine, version, offset, data)
 
         return await self._each(engines, one, "stage bytes")
 
@@ -277,17 +286,17 @@ async def _unless_failed(engine: Engine, work: Callable[[Engine], Awaitable[None
 class Hub:
     """An event loop in a thread, with the publisher's listener on it."""
 
-    def __init__(self, deadline_s: float, **listener_options: Any) -> None:
+    def __init__(self, deadline_s: float, plane: SendingPlane, **listener_options: Any) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="asyncrl publisher links", daemon=True)
         self._thread.start()
-        self._options, self._deadline_s = listener_options, deadline_s
+        self._options, self._deadline_s, self._plane = listener_options, deadline_s, plane
         self.endpoint = self.run(self._open(), 30, "the publisher to bind")
 
     async def _open(self) -> str:
         self._listener = Listener("publisher", PUBLISHER_SCHEMA, **self._options)
         endpoint = await self._listener.start()
-        self.subscribers = Subscribers(self._listener, self._deadline_s)
+        self.subscribers = Subscribers(self._listener, self._deadline_s, self._plane)
         self._receiving = asyncio.create_task(self.subscribers.receive())
         self._receiving.add_done_callback(self._ended)
         return endpoint
@@ -314,6 +323,7 @@ class Hub:
 
     def close(self) -> None:
         async def end() -> None:
+            self.subscribers.leave_all()
             self._receiving.cancel()
             await self._listener.close()
 

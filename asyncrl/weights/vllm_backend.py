@@ -1,5 +1,9 @@
 """vLLM's weight-transfer backend "zmq": loads what ``staging.Receiver`` has staged, and proves what it loaded.
 
+Its control goes over ZeroMQ; ``plane`` says which way the bytes take. It stands beside vLLM's own "nccl" and "ipc" and
+is no subclass of them: they receive while generation is paused, without a deadline or a digest, and ipc wants pickled
+handles, so that a subclass would have to replace all that they do.
+
 The generator drives it through AsyncLLM: init_weight_transfer_engine, then for every version (generation paused)
 start_weight_update, update_weights({"version": v}), finish_weight_update. Bytes are already here by then.
 
@@ -31,7 +35,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from asyncrl.transport.keys import Keys
 from asyncrl.weights.digest import U64, combined, tensor_digest, tensor_digests
 from asyncrl.weights.errors import WeightMismatch
-from asyncrl.weights.staging import Receiver, Staged
+from asyncrl.weights.manifest import Staged
+from asyncrl.weights.planes import receiving_plane
+from asyncrl.weights.staging import Receiver
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +50,7 @@ class ZmqInitInfo(WeightTransferInitInfo):
     generator: str
     keys_file: str = ""
     deadline_s: float = 60.0
+    plane: str = "zmq"  # weights.backend
     link: dict[str, Any] = field(default_factory=dict)
 
 
@@ -80,7 +87,8 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
         workers = parallel.data_parallel_size * parallel.world_size
         receiver = Receiver(
             init_info.publisher, init_info.generator, rank, workers,
-            pin=self.device.type == "cuda", keys=keys, **init_info.link,
+            plane=receiving_plane(init_info.plane, self.device, rank, workers, init_info.deadline_s),
+            keys=keys, **init_info.link,
         )  # fmt: skip
         receiver.start(init_info.deadline_s)
         self._receiver = receiver

@@ -141,6 +141,41 @@ def test_devices(make, changes, place, gpus, expected):
 
 
 @pytest.mark.parametrize(
+    ("changes", "place", "gpus", "expected"),
+    [
+        ({"weights.backend": "ipc"}, {}, 0, ["weights.backend"]),
+        ({"weights.backend": "nccl"}, {}, 0, ["weights.backend"]),
+        ({"weights.backend": "ipc"}, {}, 1, []),
+        ({"weights.backend": "ipc", "generator.tensor_parallel": 2}, {}, 2, ["weights.backend"]),
+        # all replicas on one GPU, though there are two
+        (
+            {"weights.backend": "ipc", "generator.replicas": 2, "generator.memory_share": 0.6},
+            {},
+            2,
+            ["generator.replicas"],
+        ),
+        ({"weights.backend": "nccl"}, {}, 1, ["weights.backend"]),
+        ({"weights.backend": "nccl"}, {}, 2, []),
+        ({"weights.backend": "nccl", "generator.replicas": 2}, {}, 2, ["weights.backend"]),
+        ({"weights.backend": "nccl", "generator.tensor_parallel": 2}, {"local_world_size": 2, "world_size": 2}, 4, []),
+        (
+            {"weights.backend": "nccl", "generator.tensor_parallel": 2},
+            {"local_world_size": 3, "world_size": 3},
+            4,
+            ["weights.backend"],
+        ),
+    ],
+)
+def test_ways_of_moving_weights(make, changes, place, gpus, expected):
+    assert keys(make(**changes), gpus, **place) == expected
+
+
+def test_a_machine_without_gpus_gets_the_remedy(make):
+    with pytest.raises(ConfigError, match=r"ipc moves weights from GPU to GPU and none is here\n    -> set it to zmq"):
+        check(make(**{"weights.backend": "ipc"}), Place(), 0)
+
+
+@pytest.mark.parametrize(
     ("host", "expected"),
     [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("[::1]", True), ("0.0.0.0", False), ("node7", False)],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from asyncrl.transport.blocking import BlockingDialer
 from asyncrl.transport.errors import TransportError
 from asyncrl.weights.digest import combined, tensor_digests
 from asyncrl.weights.messages import PUBLISHER_SCHEMA, frontend_name
+from asyncrl.weights.planes import ReceivingPlane
 from asyncrl.weights.staging import Receiver
 
 
@@ -18,6 +20,7 @@ class FakeEngine:
     """``weights`` holds clones of what it loaded last; ``deaf_to`` lists kinds its frontend never answers.
 
     ``keeps`` its first weights for ever, and commits later versions all the same. ``before_ready`` is called first.
+    ``plane(rank)`` makes the data plane of a worker; ``link``: options of all links.
     """
 
     def __init__(
@@ -28,14 +31,16 @@ class FakeEngine:
         deaf_to: tuple[str, ...] = (),
         keeps: bool = False,
         before_ready: Callable[[], object] = lambda: None,
+        plane: Callable[[int], ReceivingPlane | None] = lambda rank: None,
+        **link: Any,
     ) -> None:
         self.name, self.deaf_to, self.keeps, self.before_ready = name, deaf_to, keeps, before_ready
         self.weights: dict[str, torch.Tensor] = {}
         self.versions: list[int] = []
         self.announced: list[int] = []
         self.told = ""
-        self.receivers = [Receiver(endpoint, name, rank, workers) for rank in range(workers)]
-        self._link = BlockingDialer(frontend_name(name), PUBLISHER_SCHEMA, endpoint, events=True)
+        self.receivers = [Receiver(endpoint, name, rank, workers, plane=plane(rank), **link) for rank in range(workers)]
+        self._link = BlockingDialer(frontend_name(name), PUBLISHER_SCHEMA, endpoint, events=True, **link)
         for receiver in self.receivers:
             receiver.start()
         self._link.start()

@@ -10,8 +10,8 @@ import torch
 from asyncrl.transport.errors import DeadlineExpired
 from asyncrl.weights.digest import combined, tensor_digests
 from asyncrl.weights.errors import PublishFailed
+from asyncrl.weights.manifest import Staged
 from asyncrl.weights.publisher import WeightPublisher
-from asyncrl.weights.staging import Staged
 from asyncrl.weights.subscribers import Subscribers
 from tests.weights.fake_engine import FakeEngine
 

@@ -11,9 +11,9 @@ import torch
 
 from asyncrl.transport.blocking import BlockingListener
 from asyncrl.transport.errors import DeadlineExpired, ProtocolError
-from asyncrl.weights.manifest import ALIGN, Manifest
+from asyncrl.weights.manifest import ALIGN, Manifest, Staged
 from asyncrl.weights.messages import PUBLISHER_SCHEMA
-from asyncrl.weights.staging import Receiver, Staged
+from asyncrl.weights.staging import Receiver
 
 
 def manifest() -> Manifest:

@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 
 from asyncrl.weights.digest import combined, tensor_digests
 from asyncrl.weights.errors import WeightMismatch
-from asyncrl.weights.manifest import Manifest
-from asyncrl.weights.staging import Staged
+from asyncrl.weights.manifest import Manifest, Staged
 from asyncrl.weights.vllm_backend import ZmqWeightTransferEngine, checkpoint_names, tied_followers
 
 TENSORS = {"embed": torch.arange(6.0).view(3, 2), "q": torch.ones(2), "k": torch.full((2,), 2.0)}
