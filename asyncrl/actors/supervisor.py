@@ -77,15 +77,22 @@ def _on_sigterm(_signum: int, _frame: object) -> None:
     raise Stopped
 
 
+def gpus_of_generators(cfg: Config, local_ranks: int) -> dict[str, list[str]]:
+    """The GPUs of each generator of this machine, by name; none on a machine without."""
+    usable = visible_gpus()
+    if cfg.weights.backend == "ipc":  # on the GPU of trainer rank 0, or there is nothing to share
+        usable = usable[:1]
+    gpus = assign_gpus(usable, local_ranks, cfg.generator.replicas, cfg.generator.tensor_parallel)
+    return {f"generator/{index}": own for index, own in enumerate(gpus)}
+
+
 def supervise(cfg: Config, run_dir: Path, ranks: int, local_ranks: int, ready_fd: int) -> int:
     """Run the children until the controller ends. ``local_ranks``: trainers on this machine. Returns the exit code."""
     config, logs = run_dir / "config.json", run_dir / "logs"
     logs.mkdir(exist_ok=True)
     controller = None
-    names = [f"generator/{index}" for index in range(cfg.generator.replicas)]
-    usable = visible_gpus()[:1] if cfg.weights.backend == "ipc" else visible_gpus()  # ipc: with trainer rank 0
-    gpus = assign_gpus(usable, local_ranks, len(names), cfg.generator.tensor_parallel)
-    generators = Generators(config, logs, "", cfg.generator.max_restarts, dict(zip(names, gpus, strict=True)))
+    gpus = gpus_of_generators(cfg, local_ranks)
+    generators = Generators(config, logs, "", cfg.generator.max_restarts, gpus)
     try:
         read_end, write_end = os.pipe()
         controller = spawn(
@@ -100,7 +107,7 @@ def supervise(cfg: Config, run_dir: Path, ranks: int, local_ranks: int, ready_fd
         generators.controller = json.loads(line)["endpoint"]
         os.write(ready_fd, (line + "\n").encode())
         os.close(ready_fd)
-        for name in names:
+        for name in gpus:
             generators.start(name)
         return _watch(controller, generators)
     except Stopped:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from asyncrl.actors import supervisor
 from asyncrl.actors.process import spawn
-from asyncrl.actors.supervisor import Generators
+from asyncrl.actors.supervisor import Generators, gpus_of_generators
+from asyncrl.config.schema import Config
 
 REPORT = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ['ASYNCRL_GENERATOR'], flush=True)"
 
@@ -23,3 +24,12 @@ def test_a_generator_sees_its_own_gpus_also_after_a_restart(tmp_path, monkeypatc
     generators.running["generator/1"].wait()
     assert generators.log("generator/0").read_text() == "2,3 generator/0\n" * 2
     assert generators.log("generator/1").read_text() == "all of them generator/1\n"
+
+
+def test_ipc_keeps_all_generators_with_trainer_rank_0(monkeypatch):
+    monkeypatch.setattr(supervisor, "visible_gpus", lambda: ["4", "5", "6"])
+    cfg = Config()
+    cfg.generator.replicas = 2
+    assert gpus_of_generators(cfg, 1) == {"generator/0": ["5"], "generator/1": ["6"]}
+    cfg.weights.backend = "ipc"
+    assert gpus_of_generators(cfg, 1) == {"generator/0": ["4"], "generator/1": ["4"]}
