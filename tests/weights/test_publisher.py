@@ -177,7 +177,8 @@ def test_an_engine_killed_in_any_phase_is_dropped_at_once_and_the_others_go_on(b
     """prime-rl #2337, #3050: a peer that dies inside the handshake leaves nobody waiting."""
     (good,) = bench.join("generator/0")
     (bad,) = bench.join("generator/1", deaf_to=(phase,))
-    send, handle = getattr(Subscribers, phase), bad.receivers[0]._handle
+    method = "move" if phase == "chunk" else phase
+    send, handle = getattr(Subscribers, method), bad.receivers[0]._handle
     kill = threading.Thread(target=bad.close)  # from another thread, as a process that ends would
 
     async def leave(self, *arguments):
@@ -187,7 +188,7 @@ def test_an_engine_killed_in_any_phase_is_dropped_at_once_and_the_others_go_on(b
 
     monkeypatch.setattr(bad.receivers[0], "_handle", lambda m: None if m.kind == phase else handle(m))
     with monkeypatch.context() as m:
-        m.setattr(Subscribers, phase, leave)
+        m.setattr(Subscribers, method, leave)
         report = bench.push(0)
     assert report.engines == ["generator/0"] and same(good, bench.parameters)
     assert PHASES[phase] in report.dropped["generator/1"]
