@@ -179,7 +179,8 @@ class Engine:
         began = time.monotonic()
         labelled = {"weight_version": str(version)} if self._engine_tracks_versions else {}
         try:
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            # not AsyncLLM.pause_generation, which does this and sleeps 20 ms for outputs that ``_drain`` waits for
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
             await self._llm.finish_weight_update(**labelled)
