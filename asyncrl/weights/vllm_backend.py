@@ -70,8 +70,9 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
     _receiver: Receiver | None = None
     _expected: set[str] | None = None
     _wanted: set[str]
+    _route: Route | None = None
     _followers: list[Any]
-    _buffers: dict[str, int]
+    _buffers: dict[str, int] | None = None  # as they were before the first update
     _figures: dict[str, Any] | None = None
     _began = 0.0
 
@@ -81,6 +82,7 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
         if parallel.pipeline_parallel_size != 1:
             raise ValueError("weights are pushed to whole models: pipeline parallel engines are not supported")
         self.shutdown()
+        self._route = None
         self._expected = checkpoint_names(Path(self.model_config.model))
         keys = Keys.load(init_info.keys_file) if init_info.keys_file else None
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -99,7 +101,8 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
         quantised = self.model_config.quantization is not None
         self._wanted = set() if quantised else {name for name, _ in self.model.named_parameters()}
         self._followers = tied_followers(self.model)
-        self._buffers = buffer_digests(self.model)
+        if self._buffers is None:
+            self._buffers = buffer_digests(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -146,8 +149,8 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
         self._require_receiver().report("mismatch", version=error.version, reason=str(error))
 
     def _check_buffers(self, version: int) -> None:
-        found = buffer_digests(self.model)
-        wrong = sorted(n for n in self._buffers.keys() | found.keys() if self._buffers.get(n) != found.get(n))
+        before, found = self._buffers or {}, buffer_digests(self.model)
+        wrong = sorted(n for n in before.keys() | found.keys() if before.get(n) != found.get(n))
         if wrong and self.model_config.quantization is None:  # a quantised engine computes scales from the weights
             error = WeightMismatch(version, buffers=wrong)
             self._report_mismatch(error)
@@ -156,33 +159,68 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
     def _load(self, staged: Staged) -> dict[str, Any]:
         """Hand every tensor to the model and compare digests; returns what ``loaded`` will say."""
         assert staged.digests is not None
-        digests, unwanted, digest_s = [], [], 0.0
-        loaded: set[str] = set()
-        for spec, tensor in staged.tensors():
-            handed = tensor.to(self.device, non_blocking=True)
-            began = time.monotonic()
-            digests.append(tensor_digest(handed))
-            digest_s += time.monotonic() - began
-            matched = self._hand_over(spec.name, handed)
-            if not matched:
-                unwanted.append(spec.name)
-            loaded |= matched
-        values = [value % U64 for value in torch.stack(digests).tolist()]
         names = staged.manifest.names
-        changed = [n for n, v, d in zip(names, values, staged.digests, strict=True) if v != d]
-        missing = sorted((self._expected or set()) - set(names)) or sorted(self._wanted - loaded)
+        passage = _Passage(staged, self.device)
+        if self._route is None or self._route.names != names:
+            route = Route(names, {name: self._hand_over(name, tensor) for name, tensor in passage})
+            loaded = route.reached
+        else:
+            route = self._route
+            loaded = set(self._load_weights(passage))
+        values = [value % U64 for value in torch.stack(passage.digests).tolist()]
+        changed = [n for n, v, d in zip(names, values, staged.digests, strict=False) if v != d]
+        missing = sorted((self._expected or set()) - set(names)) or sorted((self._wanted | route.reached) - loaded)
+        unwanted = [name for name, parameters in route.parameters.items() if not parameters]
+        unwanted += names[len(passage.digests) :]  # never asked for
         if changed or missing or unwanted:
             raise WeightMismatch(staged.version, changed, missing, unwanted)
-        return {"version": staged.version, "digest": combined(values), "digest_s": digest_s}
+        self._route = route
+        return {"version": staged.version, "digest": combined(values), "digest_s": passage.digest_s}
+
+    @property
+    def _load_weights(self) -> Callable[[Iterable[tuple[str, torch.Tensor]]], set[str]]:
+        return self.model.load_weights  # type: ignore[return-value]
 
     def _hand_over(self, name: str, tensor: torch.Tensor) -> set[str]:
         """Load one tensor; returns the engine's parameters that it went into, none if the engine has no use for it."""
-        load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], set[str]] = self.model.load_weights  # type: ignore[assignment]
         try:
-            return set(load_weights([(name, tensor)]))
+            return set(self._load_weights([(name, tensor)]))
         except (KeyError, ValueError) as error:  # what model classes raise for a name they do not know
             log.warning("the engine refuses %s: %.300s", name, error)
             return set()
+
+
+@dataclass
+class Route:
+    """Which of the engine's parameters each tensor of a manifest went into when it was handed over by itself.
+
+    That takes a call a tensor, and model classes list all their parameters in every call. Later versions of the same
+    names go in one call and must reach the same parameters.
+    """
+
+    names: list[str]
+    parameters: dict[str, set[str]]
+
+    @property
+    def reached(self) -> set[str]:
+        return set().union(*self.parameters.values())
+
+
+class _Passage:
+    """Iterates over a staged version's (name, tensor on the device), taking the digest of each as it goes by."""
+
+    def __init__(self, staged: Staged, device: torch.device) -> None:
+        self._staged, self._device = staged, device
+        self.digests: list[torch.Tensor] = []
+        self.digest_s = 0.0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec, tensor in self._staged.tensors():
+            handed = tensor.to(self._device, non_blocking=True)
+            began = time.monotonic()
+            self.digests.append(tensor_digest(handed))
+            self.digest_s += time.monotonic() - began
+            yield spec.name, handed
 
 
 def buffer_digests(model: torch.nn.Module) -> dict[str, int]:

@@ -21,6 +21,7 @@ class Model:
     """Two parameters; ``qk`` is fused of q and k."""
 
     def __init__(self):
+        self.calls = []
         self.buffers = {"rotary.cos_sin": torch.arange(4.0), "rotary.positions": torch.arange(4)}
 
     def named_parameters(self):
@@ -30,10 +31,12 @@ class Model:
         return list(self.buffers.items())
 
     def load_weights(self, weights):
-        ((name, _),) = weights
-        if name not in TARGETS:
-            raise ValueError(f"There is no module or parameter named {name!r}")
-        return {TARGETS[name]} - {""}
+        names = [name for name, _ in weights]
+        self.calls.append(names)
+        for name in names:
+            if name not in TARGETS:
+                raise ValueError(f"There is no module or parameter named {name!r}")
+        return {TARGETS[name] for name in names} - {""}
 
 
 class Reports:
@@ -81,6 +84,34 @@ def test_what_matches_is_loaded_and_reported(engine):
     ((kind, header),) = update(engine, staged(TENSORS)).sent
     assert kind == "loaded" and header["version"] == 3 and header["load_s"] >= header["digest_s"] > 0
     assert header["digest"] == combined(tensor_digests(TENSORS.values()))
+
+
+def test_tensors_go_one_by_one_the_first_time_and_together_afterwards(engine):
+    for _ in range(3):
+        ((kind, header),) = update(engine, staged(TENSORS)).sent
+        assert kind == "loaded" and header["digest"] == combined(tensor_digests(TENSORS.values()))
+    assert engine.model.calls == [["embed"], ["q"], ["k"], ["embed", "q", "k"], ["embed", "q", "k"]]
+
+
+def test_together_they_must_reach_what_each_reached(engine, monkeypatch):
+    update(engine, staged(TENSORS))
+    load = engine.model.load_weights
+    monkeypatch.setattr(engine.model, "load_weights", lambda weights: load(weights) - {"qk"})
+    with pytest.raises(WeightMismatch, match=r"are missing: qk$"):
+        update(engine, staged(TENSORS))
+
+
+def test_a_tensor_that_the_engine_does_not_ask_for_is_named(engine, monkeypatch):
+    update(engine, staged(TENSORS))
+    monkeypatch.setattr(engine.model, "load_weights", lambda weights: [next(iter(weights))] and {"embed", "qk"})
+    with pytest.raises(WeightMismatch, match=r"match nothing in the engine: q, k$"):
+        update(engine, staged(TENSORS))
+
+
+def test_other_names_go_one_by_one_again(engine):
+    update(engine, staged(TENSORS))
+    with pytest.raises(WeightMismatch, match=r"match nothing in the engine: rotor$"):
+        update(engine, staged(TENSORS | {"rotor": torch.zeros(1)}))
 
 
 @pytest.mark.parametrize("change", [lambda b: b + 1e-6, lambda b: b.bfloat16()], ids=["value", "dtype"])
