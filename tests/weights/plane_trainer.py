@@ -22,6 +22,8 @@ import torch
 
 from asyncrl.transport.errors import DeadlineExpired
 from asyncrl.weights.digest import tensor_digests
+from asyncrl.weights.errors import PlaneFailed
+from asyncrl.weights.groups import Line
 from asyncrl.weights.publisher import SyncReport, WeightPublisher
 from tests.weights.cpu_planes import sending
 from tests.weights.plane_engine import LINK
@@ -169,7 +171,7 @@ def life(bench: Bench) -> None:
 def killed(bench: Bench, first: EngineProcess, second: EngineProcess) -> None:
     """SIGKILL in the middle of a transfer."""
     bench.change()
-    line = bench.line(first.name)
+    line, broken = bench.line(first.name), bench.line(second.name)
     second.tell("hold")
     bench.publisher.publish(3)
     second.until("held")
@@ -177,6 +179,8 @@ def killed(bench: Bench, first: EngineProcess, second: EngineProcess) -> None:
     second.process.kill()
     report = bench.report()
     assert report.engines == [first.name] and list(report.dropped) == [second.name], report
+    if isinstance(broken, Line):
+        given_up(broken, torch.zeros(1, dtype=torch.uint8, device=bench.device))
     assert first.until("loaded")["digests"] == bench.digests()
     del bench.engines[second.name]
     (successor,) = bench.start(second.name)
@@ -189,6 +193,19 @@ def killed(bench: Bench, first: EngineProcess, second: EngineProcess) -> None:
         assert said["digests"] == bench.digests() and said["loaded"] == 4
     assert said["announced"] == [3, 4]
     assert bench.line(first.name) is line, "the engine that lived on was made to begin anew"
+
+
+def given_up(line: Line, data: torch.Tensor) -> None:
+    """The group is aborted, in a thread that may still be about to."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            line.group.broadcast(data, 0.1)
+        except PlaneFailed as error:
+            if "was given up" in str(error):
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"the group with {line.name} was not given up")
 
 
 def silence(bench: Bench) -> None:
