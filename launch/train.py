@@ -2,7 +2,7 @@
 
 Composes the configuration with Hydra, checks it without importing torch, then runs ``asyncrl.modes.<mode>`` on every
 rank. Works from any working directory, and without torchrun as a world of one. Exit status: 0 finished, 1 the run
-failed, 2 the configuration is wrong.
+failed, 2 the configuration is wrong, 130 interrupted (Ctrl-C, SIGTERM).
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ sys.path.insert(0, str(ROOT))  # torchrun puts launch/ there; Hydra must find hy
 import hydra  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
+from asyncrl.actors.ending import INTERRUPTED_STATUS  # noqa: E402
 from asyncrl.config.errors import exit_on_config_error  # noqa: E402
 from asyncrl.config.load import check_overrides, register_schema  # noqa: E402
 from asyncrl.config.offline import set_offline_defaults  # noqa: E402
+from asyncrl.config.processes import die_with_torchrun, end_in_order  # noqa: E402
 from asyncrl.modes.jobs import Job, run_jobs  # noqa: E402
 
 
@@ -29,12 +31,18 @@ def run_one(composed: DictConfig) -> None:
 
 def main() -> None:
     """Entry point of every rank."""
-    set_offline_defaults()
-    register_schema()
+    end_in_order()
     conf = ROOT / "conf"
-    with exit_on_config_error():
-        check_overrides(sys.argv[1:], groups=[path.name for path in conf.iterdir() if path.is_dir()])
-    hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(run_one)()
+    try:
+        die_with_torchrun()
+        set_offline_defaults()
+        register_schema()
+        with exit_on_config_error():
+            check_overrides(sys.argv[1:], groups=[path.name for path in conf.iterdir() if path.is_dir()])
+        hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(run_one)()
+    except KeyboardInterrupt as stop:  # before there was a run
+        print(f"asyncrl: interrupted by {stop}; nothing was started", file=sys.stderr)
+        sys.exit(INTERRUPTED_STATUS)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,22 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from types import TracebackType
 
+from asyncrl.actors.ending import end_rank
 from asyncrl.actors.process import end, read_line, spawn
 from asyncrl.config.context import RunContext
-from asyncrl.config.processes import describe_exit, die_with_parent, interrupt_once
+from asyncrl.config.errors import RunFailed
+from asyncrl.config.processes import describe_exit, if_stuck
 from asyncrl.config.schema import Config
+from asyncrl.report.summary import read_summary
 
 CONTROLLER_START_S = 90.0
+
+
+class ControllerGone(RunFailed):
+    """The controller has left; the text is the reason that it gave."""
 
 
 class Children:
@@ -32,59 +38,72 @@ class Children:
         self._leaving = False
 
     def __enter__(self) -> Children:
-        interrupt_once()
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            die_with_parent(signal.SIGTERM)  # torchrun's own SIGKILL would leave its ranks behind
+        try:
+            self._find_controller()
+        except BaseException as error:  # Python calls __exit__ only after this method has returned
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _find_controller(self) -> None:
         if self.context.rank == 0:
             self.controller = self._start_supervisor()
             self.context.publish("controller", self.controller)
         else:
             self.controller = self.context.await_published("controller", CONTROLLER_START_S)
-        return self
 
     def _start_supervisor(self) -> str:
         read_end, write_end = os.pipe()
         place = self.context.place
         arguments = ["--run-dir", str(self.context.run_dir), "--ranks", str(place.world_size)]
         arguments += ["--local-ranks", str(place.local_world_size)]
-        self._supervisor = spawn(
+        supervisor = self._supervisor = spawn(
             "asyncrl.actors.supervisor",
             [*arguments, "--ready-fd", str(write_end)],
             pass_fds=[write_end],
             death_signal=signal.SIGTERM,
         )
         os.close(write_end)
+        if_stuck(lambda: self._end(supervisor))
         try:
             line = read_line(read_end, deadline_s=CONTROLLER_START_S, what="the controller's endpoint")
-        except RuntimeError:
-            end(self._supervisor, grace_s=self.cfg.deadline.shutdown_s)
-            raise
+        except RuntimeError as error:
+            code = self._end(supervisor)
+            raise RunFailed(self._reason(code) if code == 1 else str(error)) from None
         finally:
             os.close(read_end)
         threading.Thread(target=self._watch, name="supervisor-watch", daemon=True).start()
         return json.loads(line)["endpoint"]
 
+    def _end(self, supervisor: subprocess.Popen[bytes]) -> int:
+        self._leaving = True
+        return end(supervisor, grace_s=self.cfg.deadline.shutdown_s)
+
     def _watch(self) -> None:
         assert self._supervisor is not None
         code = self._supervisor.wait()
         if code != 0 and not self._leaving:
-            print(
-                f"rank {self.context.rank}: the supervisor ended ({describe_exit(code)})", file=sys.stderr, flush=True
-            )
-            os._exit(1)  # the main thread may be inside a collective that never returns
+            # the main thread may be inside a collective that never returns
+            end_rank(self.cfg, self.context.run_dir, 0, "failed", self._reason(code))
+
+    def _reason(self, code: int) -> str:
+        """Why the supervisor ended with ``code``: the run's own summary says it, unless the supervisor was killed."""
+        path = self.context.run_dir / "summary.json"
+        return (read_summary(path).reason if path.exists() else "") or f"the supervisor ended ({describe_exit(code)})"
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._leaving = True
         if self._supervisor is None:
             return
         grace = self.cfg.deadline.shutdown_s
-        if error is None:
+        if error is None or isinstance(error, ControllerGone):  # it ends by itself
+            patience = grace if error else 4 * grace
             try:
-                code = self._supervisor.wait(timeout=4 * grace)
+                code = self._supervisor.wait(timeout=patience)
             except subprocess.TimeoutExpired:
-                end(self._supervisor, grace_s=grace)
-                raise RuntimeError(f"the supervisor did not end within {4 * grace:g} s of the run's end") from None
+                self._end(self._supervisor)
+                raise RunFailed(f"the supervisor did not end within {patience:g} s of the run's end") from None
             if code != 0:
-                raise RuntimeError(f"the supervisor ended ({describe_exit(code)})")
+                raise RunFailed(self._reason(code)) from None
         else:
-            end(self._supervisor, grace_s=grace)
+            self._end(self._supervisor)

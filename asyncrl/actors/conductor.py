@@ -11,6 +11,7 @@ Commands to the trainers, the same order on every rank so that their collectives
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from asyncrl.actors.progress import Progress
 from asyncrl.actors.recovering import recover_run
 from asyncrl.actors.rollout_desk import RolloutDesk
 from asyncrl.config.errors import RunFailed, RunInterrupted
+from asyncrl.config.processes import is_running
 from asyncrl.config.schema import Config
 from asyncrl.rollouts.ledger import Ledger
 from asyncrl.rollouts.types import Group
@@ -53,6 +55,7 @@ class Conductor:
         self.batches: dict[int, Batch] = {}  # cut, not yet reported
         self.trainers: dict[int, str] = {}
         self.publisher = ""
+        self._pids: dict[str, int] = {}  # of the trainers on this host
         self._starting_versions: set[int] = set()
         self._replay: list[Batch] = []
         self._stopping = False
@@ -140,6 +143,8 @@ class Conductor:
 
     def _on_trainer_ready(self, message: Message) -> None:
         self.trainers[message.header["rank"]] = message.peer
+        if message.header["host"] == socket.gethostname():
+            self._pids[message.peer] = message.header["pid"]
         self.publisher = message.header["publisher"] or self.publisher
         self._starting_versions.add(message.header["version"])
         if not self._complete:
@@ -155,10 +160,18 @@ class Conductor:
             self._welcome(engine.name)
 
     def _on_trainer_failed(self, message: Message) -> None:
+        self._blame_the_dead(message.peer)
         raise RunFailed(f"{message.peer} failed: {message.header['reason']}")
 
     def _on_interrupted(self, message: Message) -> None:
-        raise RunInterrupted(f"{message.peer} was interrupted")
+        self._blame_the_dead(message.peer)
+        raise RunInterrupted(f"{message.peer} got {message.header['signal']}")
+
+    def _blame_the_dead(self, witness: str) -> None:
+        """A killed rank says nothing: the others fail in a collective, or get the SIGTERM that torchrun then sends."""
+        for peer, pid in self._pids.items():
+            if peer != witness and not is_running(pid):
+                raise RunFailed(f"{peer} died (process {pid})")
 
     def _on_generator_hello(self, message: Message) -> None:
         if message.peer in self.desk.fleet:

@@ -1,15 +1,19 @@
 """The controller process: wires the conductor's parts, recovers a resumed run, writes the summary however it ends.
 
-    python -m asyncrl.actors.controller --config RUN/config.json --ranks 1 --ready-fd 5
+    python -m asyncrl.actors.controller --config RUN/config.json --ranks 1 --ready-fd 5 --reason-fd 6
 
-It binds its port before anything slow is imported, writes ``{"endpoint": ...}`` to the pipe ``--ready-fd``, and ends
-with 0 when the run finished, 1 when it failed (the reason is the last line on stderr), 143 after SIGTERM.
+It binds its port before anything slow is imported, writes ``{"endpoint": ...}`` to the pipe ``--ready-fd`` (or, when it
+cannot, ``{"reason": ...}``), and ends
+with 0 when the run finished, 1 when it failed, 143 after SIGTERM. The reason goes into the summary, to the console, and
+with the goodbye to everyone who is linked. SIGTERM is an interruption, unless the supervisor has written to the pipe
+``--reason-fd`` why the run has failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -21,9 +25,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.actors.process import what_is_there
 from asyncrl.config.errors import RunFailed, RunInterrupted
 from asyncrl.config.files import load_config
 from asyncrl.config.schema import Config
+from asyncrl.report.summary import Ended
 from asyncrl.transport.links import Listener
 
 if TYPE_CHECKING:
@@ -31,46 +37,54 @@ if TYPE_CHECKING:
     from asyncrl.actors.progress import Progress
 
 
-async def control(cfg: Config, run_dir: Path, ranks: int, ready_fd: int) -> int:
+TERMINATED = 128 + signal.SIGTERM
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived during the start; a KeyboardInterrupt, because that is what asyncio lets through."""
+
+
+async def control(cfg: Config, run_dir: Path, ranks: int, ready_fd: int, reason_fd: int) -> int:
     """Run the controller; returns its exit code."""
     from asyncrl.actors.linking import listener_options
     from asyncrl.actors.messages import CONTROLLER_SCHEMA
 
     listener = Listener("controller", CONTROLLER_SCHEMA, **listener_options(cfg.transport))
-    endpoint = await listener.start()
+    try:
+        endpoint = await listener.start()
+    except OSError as error:
+        os.write(ready_fd, (json.dumps({"reason": f"transport.host: {error}"}) + "\n").encode())
+        return 1
     os.write(ready_fd, (json.dumps({"endpoint": endpoint}) + "\n").encode())
     os.close(ready_fd)
-    stop = asyncio.current_task()
-    assert stop is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.cancel)
-    try:
-        return await _conduct(cfg, run_dir, ranks, listener)
-    finally:
-        await listener.close()
+    ended, reason = await _conduct(cfg, run_dir, ranks, listener, reason_fd)
+    with contextlib.suppress(asyncio.CancelledError):  # a SIGTERM that came as the run ended
+        await listener.close(reason=reason or ended)
+    return {"finished": 0, "failed": 1, "interrupted": TERMINATED}[ended]
 
 
-async def _conduct(cfg: Config, run_dir: Path, ranks: int, listener: Listener) -> int:
+async def _conduct(cfg: Config, run_dir: Path, ranks: int, listener: Listener, reason_fd: int) -> tuple[Ended, str]:
+    """How the run ended, and why."""
     from asyncrl.actors.progress import Progress
     from asyncrl.report.reporter import Reporter
 
+    stop = asyncio.current_task()
+    assert stop is not None
     progress = Progress(cfg, Reporter(run_dir, cfg), time.monotonic)
     progress.reporter.status("starting the generators and trainers")
     counters: Callable[[], dict[str, Any] | None] = lambda: None  # noqa: E731
     try:
         async with opened(cfg, run_dir, ranks, listener, progress) as conductor:
-            counters = conductor.desk.slots.counters
+            desk = conductor.desk
+            counters = lambda: desk.slots.counters()  # noqa: E731 - a resumed run gets other slots
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.cancel)
             await conductor.run()
-        progress.finish("finished", "", counters())
-        return 0
-    except asyncio.CancelledError:
-        progress.finish("interrupted", "stopped by SIGTERM", counters())
-        return 143
+        how: tuple[Ended, str] = ("finished", "")
     except BaseException as raised:  # noqa: BLE001 - the summary is written whatever ended the run
-        error = _first(raised)
-        reason = _reason(error, run_dir)
-        progress.finish("interrupted" if isinstance(error, RunInterrupted) else "failed", reason, counters())
-        print(f"controller: {reason}", file=sys.stderr)
-        return 1
+        how = _end_of(_first(raised), run_dir, reason_fd)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun, and takes no longer than its own deadlines
+    progress.finish(*how, counters())
+    return how
 
 
 @asynccontextmanager
@@ -110,24 +124,40 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-def _reason(error: BaseException, run_dir: Path) -> str:
-    """One line for the user; the traceback of anything but a named failure goes to the run's log folder."""
+def _end_of(error: BaseException, run_dir: Path, reason_fd: int) -> tuple[Ended, str]:
+    """How a run that ``error`` ended has ended, and one line for the user.
+
+    The traceback of anything but a named failure goes to the run's log folder.
+    """
+    if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+        failure = what_is_there(reason_fd)
+        return ("failed", failure) if failure else ("interrupted", "stopped by SIGTERM")
     if isinstance(error, RunFailed):
-        return str(error)
+        return "interrupted" if isinstance(error, RunInterrupted) else "failed", str(error)
     log = run_dir / "logs" / "controller.log"
     with log.open("a") as file:
         traceback.print_exception(error, file=file)
-    return f"{type(error).__name__}: {error} (traceback in {log})"
+    return "failed", f"{type(error).__name__}: {error} (traceback in {log})"
+
+
+def _on_sigterm(_signum: int, _frame: object) -> None:
+    raise Terminated
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="the controller of one run")
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--ranks", required=True, type=int)
-    parser.add_argument("--ready-fd", required=True, type=int)
+    parser.add_argument("--ready-fd", required=True, type=int, help="a pipe that gets the endpoint as JSON")
+    parser.add_argument("--reason-fd", required=True, type=int, help="a pipe that says, before SIGTERM, what failed")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, _on_sigterm)
     cfg = load_config(arguments.config)
-    return asyncio.run(control(cfg, arguments.config.parent, arguments.ranks, arguments.ready_fd))
+    try:
+        run = control(cfg, arguments.config.parent, arguments.ranks, arguments.ready_fd, arguments.reason_fd)
+        return asyncio.run(run)
+    except KeyboardInterrupt:
+        return TERMINATED
 
 
 if __name__ == "__main__":

@@ -20,14 +20,15 @@ class Evaluation:
 
     version: int
     prompts: dict[int, Prompt]  # by ordinal, all negative
+    too_long: int = 0  # items left out because their prompts do not fit the engine
     results: dict[int, float] = field(default_factory=dict)
     samples: list[tuple[Prompt, Sample]] = field(default_factory=list)
     versions_seen: set[int] = field(default_factory=set)
     failures: int = 0
 
     @classmethod
-    def of(cls, version: int, prompts: list[Prompt]) -> Evaluation:
-        return cls(version, {-(i + 1): prompt for i, prompt in enumerate(prompts)})
+    def of(cls, version: int, prompts: list[Prompt], too_long: int = 0) -> Evaluation:
+        return cls(version, {-(i + 1): prompt for i, prompt in enumerate(prompts)}, too_long)
 
     def record(self, sample: Sample) -> None:
         self.results[sample.ordinal] = sample.reward if sample.reward is not None else 0.0

@@ -45,8 +45,11 @@ class Fleet:
             engine.proven = (version, digest)
 
     def committed(self, name: str, version: int) -> bool:
-        """Note that ``name`` serves ``version``; True when this makes it live."""
-        engine = self._engines[name]
+        """Note that ``name`` serves ``version``; True when this makes it live.
+
+        One that was lost is back: it was given up, by mistake for its predecessor, and lives.
+        """
+        engine = self._engines.setdefault(name, Engine(name))
         engine.version = version
         became_live, engine.live = not engine.live, True
         return became_live

@@ -3,8 +3,8 @@
     python -m asyncrl.actors.generator --config RUN/config.json --name generator/0 --controller tcp://127.0.0.1:4711
 
 It starts its engine, greets the controller, learns the publisher's address, subscribes there and says it is ready; the
-weights that the trainers then push make it live. It ends with 0 when told to stop, 1 when it failed (the reason is the
-last line on stderr and goes to the controller), 143 after SIGTERM.
+weights that the trainers then push make it live. It ends with 0 when told to stop or when the run says goodbye, 1 when
+it failed (the reason is the last line on stderr and goes to the controller), 143 after SIGTERM.
 
 Invariants:
 - no prompt is answered before weights are committed;
@@ -35,7 +35,7 @@ from asyncrl.actors.messages import CONTROLLER_SCHEMA, INTS, sample_message
 from asyncrl.config.files import load_config
 from asyncrl.config.schema import Config
 from asyncrl.rollouts.types import Sample
-from asyncrl.transport.errors import TransportError
+from asyncrl.transport.errors import PeerLost, TransportError
 from asyncrl.transport.frames import Message, array_of
 from asyncrl.transport.links import Dialer
 from asyncrl.weights.messages import PUBLISHER_SCHEMA, frontend_name
@@ -193,6 +193,8 @@ class Generator:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Stop):
             self.end(error)
+        elif isinstance(error, PeerLost) and error.reason is not None:
+            self.end(Stop(0, f"the run is over: {error.reason}"))
         elif error is not None:
             self.end(Stop(1, f"{type(error).__name__}: {error}"))
 

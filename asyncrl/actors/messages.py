@@ -42,13 +42,13 @@ CONTROLLER_SCHEMA = Schema(
         "publish": Kind(),
         "checkpoint": Kind(),
         # trainer -> controller
-        "trainer_ready": Kind({"rank": int, "version": int, "publisher": str}),
+        "trainer_ready": Kind({"rank": int, "version": int, "publisher": str, "pid": int, "host": str}),
         "step": Kind({"version": int, "skipped": str | None, "metrics": dict[str, Any], "busy_s": float}),
         "saved": Kind({"version": int, "path": str}),
         "dropped": Kind({"generator": str, "reason": str}),  # it missed a deadline of the weight push
         "served": Kind({"generator": str, "version": int, "digest": str}),  # as the engine computed it
         "trainer_failed": Kind({"reason": str}),
-        "interrupted": Kind(),  # Ctrl-C; said before the link closes, which alone would read as a death
+        "interrupted": Kind({"signal": str}),  # said before the link closes, which alone would read as a death
         # controller -> everyone
         "stop": Kind({"reason": str}),
     }

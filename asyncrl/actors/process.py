@@ -20,6 +20,8 @@ from pathlib import Path
 
 from asyncrl.config.processes import die_with_parent
 
+LONGEST_REASON = 1000  # characters
+
 TORCHRUN_VARIABLES = {
     "RANK",
     "WORLD_SIZE",
@@ -95,6 +97,27 @@ def kill_session(pid: int) -> None:
     """SIGKILL what is left in the process group that ``pid`` leads."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def what_is_there(fd: int) -> str:
+    """What a pipe holds now, without waiting for more."""
+    os.set_blocking(fd, False)
+    try:
+        return os.read(fd, 2**16).decode()
+    except BlockingIOError:
+        return ""
+
+
+def last_words(log: Path, name: str, since: int = 0) -> str:
+    """Why process ``name`` ended: the last line of its log that begins with its name, else the last line; or nothing.
+
+    ``since``: size of the log when the process was started.
+    """
+    with log.open("rb") as file:
+        file.seek(max(since, log.stat().st_size - 2**16))
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    own = [line.removeprefix(f"{name}: ") for line in lines if line.startswith(f"{name}: ")]
+    return (own or lines or [""])[-1].strip()[:LONGEST_REASON]
 
 
 def read_line(fd: int, *, deadline_s: float, what: str) -> str:

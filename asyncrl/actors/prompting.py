@@ -19,12 +19,15 @@ class PromptSource:
     """Training prompts in a seeded order, the held-out prompts, and the way back from token ids to text.
 
     Items whose prompt and ``sampling.max_tokens`` do not fit ``generator.max_model_len`` are passed over, never cut,
-    and counted in ``cursor.too_long``.
+    and counted: training items in ``cursor.too_long``, held-out ones by ``heldout``. ``room``: most tokens of a prompt.
     """
 
     def __init__(self, cfg: Config, tokenizer: Any) -> None:
+        """Raises ``RunFailed`` for a tokenizer that cannot make prompts of messages."""
+        if not tokenizer.chat_template:
+            raise RunFailed(f"{cfg.model.path} has no chat template; put one there as chat_template.jinja")
         self._tokenizer = tokenizer
-        self._room = cfg.generator.max_model_len - max(cfg.sampling.max_tokens, cfg.eval.max_tokens)
+        self.room = cfg.generator.max_model_len - max(cfg.sampling.max_tokens, cfg.eval.max_tokens)
         self._train: Env = load_env(cfg.env, "train")
         self._heldout: Env = load_env(cfg.env, "heldout")
         self.cursor = PromptCursor(size=len(self._train), seed=cfg.seed)
@@ -40,7 +43,7 @@ class PromptSource:
         Raises ``RunFailed`` when no prompt of a whole epoch fits.
         """
         try:
-            epoch, prompt = self.cursor.next_prompt(self.item, self._room)
+            epoch, prompt = self.cursor.next_prompt(self.item, self.room)
         except PromptError as error:
             raise RunFailed(str(error)) from error
         return prompt, epoch
@@ -53,13 +56,16 @@ class PromptSource:
         """Training item ``index``, tokenised."""
         return self._tokenise(self._train.item(index))
 
-    def heldout(self) -> list[Prompt]:
-        """The held-out prompts that fit; none with ``env.heldout_size=0``."""
+    def heldout(self) -> tuple[list[Prompt], int]:
+        """The held-out prompts that fit (none with ``env.heldout_size=0``), and how many do not.
+
+        Raises ``RunFailed`` when there are some and none fits.
+        """
         prompts = [self._tokenise(self._heldout.item(index)) for index in range(len(self._heldout))]
-        fitting = [p for p in prompts if len(p.token_ids) <= self._room]
+        fitting = [p for p in prompts if len(p.token_ids) <= self.room]
         if prompts and not fitting:
-            raise RunFailed(f"no held-out prompt fits {self._room} tokens; raise generator.max_model_len")
-        return fitting
+            raise RunFailed(f"no held-out prompt fits {self.room} tokens; raise generator.max_model_len")
+        return fitting, len(prompts) - len(fitting)
 
     def text(self, token_ids: NDArray[np.int32]) -> str:
         """What the ids say, special tokens left out."""

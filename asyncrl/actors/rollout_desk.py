@@ -64,7 +64,7 @@ class RolloutDesk:
     def committed(self, name: str, version: int) -> None:
         """``name`` serves ``version``. The first time this makes it live, unless live ones are ahead of it: then the
         push of a newer version is on its way to it."""
-        if name not in self.fleet or version < self.slots.floor:
+        if version < self.slots.floor:
             return
         if self.fleet.committed(name, version):
             self.slots.join(name, version)
@@ -225,9 +225,23 @@ class RolloutDesk:
                 ordinal = self.slots.admit()
                 if ordinal is None:
                     return
-                prompt, epoch = self.prompts.next()
+                prompt, epoch = self._next_prompt()
                 self.groups[ordinal] = Group(ordinal, prompt, epoch=epoch)
                 self._dispatch(ordinal, set(range(self.cfg.batch.group_size)))
+
+    def _next_prompt(self) -> tuple[Prompt, int]:
+        before = self.prompts.cursor.too_long
+        found = self.prompts.next()
+        if not before and self.prompts.cursor.too_long:
+            self._tell_too_long("a training prompt is", "prompts/too_long")
+        return found
+
+    def _tell_too_long(self, what: str, key: str) -> None:
+        self.progress.event(
+            f"{what} longer than the {self.prompts.room} tokens that generator.max_model_len leaves beside the answer: "
+            f"passed over, never cut, and counted in {key}",
+            warning=True,
+        )
 
     def _useful(self) -> int:
         """Groups that have been trained or still may be."""
@@ -256,11 +270,13 @@ class RolloutDesk:
         settled = all(engine.version == version for engine in self.fleet.live)
         if self.evaluation is not None or version in self.evaluated or not due or not settled:
             return
-        prompts = self.prompts.heldout()
+        prompts, too_long = self.prompts.heldout()
         if not prompts:
             self.evaluated.add(version)
             return
-        self.evaluation = Evaluation.of(version, prompts)
+        if too_long and not self.evaluated:
+            self._tell_too_long(f"{too_long} of {len(prompts) + too_long} held-out prompts are", "eval/too_long")
+        self.evaluation = Evaluation.of(version, prompts, too_long)
         self._evaluation_began = time.monotonic()
         for ordinal in self.evaluation.prompts:
             self._dispatch(ordinal, {0})

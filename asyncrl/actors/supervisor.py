@@ -4,10 +4,11 @@ It is a process of its own, a child of rank 0, so that a dead generator is resta
 
 - A generator that dies is restarted, at most ``generator.max_restarts`` times each; it rejoins the controller, which
   gives it the current weights. One more death ends the run with the reason.
-- The controller's end is the run's end: exit code 0 when it finished, 1 with the reason otherwise.
+- The controller's end is the run's end.
 - SIGTERM (from rank 0, or from the kernel when rank 0 dies) ends every child in order, then by force.
+- However it ends, ``summary.json`` says so: if the controller could not write it, it is written here.
 
-Exit codes: 0 finished, 1 failed (the reason is the last line on stderr), 143 stopped by SIGTERM.
+Exit codes: 0 finished, 1 failed (``summary.json`` has the reason), 143 stopped by SIGTERM.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.actors.process import end, kill_session, read_line, spawn
+from asyncrl.actors.process import end, kill_session, last_words, read_line, spawn
 from asyncrl.config.files import load_config
 from asyncrl.config.machine import assign_gpus, visible_gpus
 from asyncrl.config.processes import describe_exit
 from asyncrl.config.schema import Config
+from asyncrl.report.summary import Ended, ensure_summary
 
 CONTROLLER_START_S = 60.0
+CODES: dict[Ended, int] = {"finished": 0, "failed": 1, "interrupted": 128 + signal.SIGTERM}
 
 
 @dataclass
@@ -42,16 +45,19 @@ class Generators:
     gpus: dict[str, list[str]] = field(default_factory=dict)  # of each generator; none on a machine without
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
+    _log_began: dict[str, int] = field(default_factory=dict)  # size of the log when the process was started
 
     def log(self, name: str) -> Path:
         return self.logs / f"{name.replace('/', '_')}.log"
 
     def start(self, name: str) -> None:
         arguments = ["--config", str(self.config), "--name", name, "--controller", self.controller]
+        log = self.log(name)
+        self._log_began[name] = log.stat().st_size if log.exists() else 0
         env = {"ASYNCRL_GENERATOR": name}
         if gpus := self.gpus.get(name):
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        self.running[name] = spawn("asyncrl.actors.generator", arguments, log=self.log(name), extra_env=env)
+        self.running[name] = spawn("asyncrl.actors.generator", arguments, log=log, extra_env=env)
 
     def heal(self, name: str) -> str | None:
         """Restart ``name`` after its death; a reason to end the run when its budget is spent, else None."""
@@ -61,9 +67,11 @@ class Generators:
         if code == 0:
             return None  # the controller told it to stop
         how = describe_exit(code)
+        if code > 0 and (words := last_words(self.log(name), name, self._log_began[name])):
+            how = f"{how}: {words}"
         self.restarts[name] = self.restarts.get(name, 0) + 1
         if self.restarts[name] > self.max_restarts:
-            return f"{name} died {self.restarts[name]} times, the last by {how}; its log is {self.log(name)}"
+            return f"{name} died {self.restarts[name]} times, the last time with {how} (its log is {self.log(name)})"
         print(f"{name} died ({how}); restart {self.restarts[name]} of {self.max_restarts}", file=sys.stderr)
         self.start(name)
         return None
@@ -86,59 +94,69 @@ def gpus_of_generators(cfg: Config, local_ranks: int) -> dict[str, list[str]]:
     return {f"generator/{index}": own for index, own in enumerate(gpus)}
 
 
-def supervise(cfg: Config, run_dir: Path, ranks: int, local_ranks: int, ready_fd: int) -> int:
-    """Run the children until the controller ends. ``local_ranks``: trainers on this machine. Returns the exit code."""
-    config, logs = run_dir / "config.json", run_dir / "logs"
+def supervise(cfg: Config, run_dir: Path, ranks: int, local_ranks: int, ready_fd: int) -> tuple[Ended, str]:
+    """Run the children until the controller ends. ``local_ranks``: trainers on this machine.
+
+    Returns how the run ended, and why.
+    """
+    parent = os.getppid()
+    logs = run_dir / "logs"
     logs.mkdir(exist_ok=True)
     controller = None
     gpus = gpus_of_generators(cfg, local_ranks)
-    generators = Generators(config, logs, "", cfg.generator.max_restarts, gpus)
+    generators = Generators(run_dir / "config.json", logs, "", cfg.generator.max_restarts, gpus)
+    tell_end, tell = os.pipe()
+    how: tuple[Ended, str] = ("interrupted", "stopped by SIGTERM")
     try:
         read_end, write_end = os.pipe()
+        arguments = ["--config", str(generators.config), "--ranks", str(ranks)]
         controller = spawn(
             "asyncrl.actors.controller",
-            ["--config", str(config), "--ranks", str(ranks), "--ready-fd", str(write_end)],
-            pass_fds=[write_end],
+            [*arguments, "--ready-fd", str(write_end), "--reason-fd", str(tell_end)],
+            pass_fds=[write_end, tell_end],
             extra_env={"PYTHONHASHSEED": "0"},  # some reasoning-gym tasks draw their items from the order of a set
         )
         os.close(write_end)
-        line = read_line(read_end, deadline_s=CONTROLLER_START_S, what="the controller's endpoint")
+        answer = json.loads(read_line(read_end, deadline_s=CONTROLLER_START_S, what="the controller's endpoint"))
         os.close(read_end)
-        generators.controller = json.loads(line)["endpoint"]
-        os.write(ready_fd, (line + "\n").encode())
+        if "reason" in answer:
+            raise RuntimeError(answer["reason"])
+        generators.controller = answer["endpoint"]
+        os.write(ready_fd, (json.dumps(answer) + "\n").encode())
         os.close(ready_fd)
         for name in gpus:
             generators.start(name)
-        return _watch(controller, generators)
+        how = _watch(controller, generators)
     except Stopped:
-        return 143
+        if os.getppid() != parent:
+            how = ("failed", "trainer/0 died")
     except RuntimeError as error:
-        print(f"supervisor: {error}", file=sys.stderr)
-        return 1
+        how = ("failed", str(error))
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if how[0] == "failed":
+            os.write(tell, how[1].encode())
         if controller is not None:
             end(controller, grace_s=cfg.deadline.shutdown_s / 2)
         for process in generators.running.values():
             process.terminate()
         for process in generators.running.values():
             end(process, grace_s=cfg.deadline.shutdown_s / 4)
+    return how
 
 
-def _watch(controller: subprocess.Popen[bytes], generators: Generators) -> int:
-    """Wait for any child to end: heal generators, return when the controller is gone."""
+def _watch(controller: subprocess.Popen[bytes], generators: Generators) -> tuple[Ended, str]:
+    """Wait for any child to end: heal generators, return how the run ended when the controller is gone."""
     while True:
         _wait_any([controller, *generators.running.values()])
         if controller.poll() is not None:
             if controller.returncode == 0:
-                return 0
-            print(f"supervisor: the controller ended ({describe_exit(controller.returncode)})", file=sys.stderr)
-            return 1
+                return "finished", ""
+            return "failed", f"the controller ended ({describe_exit(controller.returncode)})"
         for name in [n for n, p in generators.running.items() if p.poll() is not None]:
             reason = generators.heal(name)
             if reason is not None:
-                print(f"supervisor: {reason}", file=sys.stderr)
-                return 1
+                return "failed", reason
 
 
 def _wait_any(processes: list[subprocess.Popen[bytes]]) -> None:
@@ -163,7 +181,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _on_sigterm)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     cfg = load_config(arguments.run_dir / "config.json")
-    return supervise(cfg, arguments.run_dir, arguments.ranks, arguments.local_ranks, arguments.ready_fd)
+    ended, reason = supervise(cfg, arguments.run_dir, arguments.ranks, arguments.local_ranks, arguments.ready_fd)
+    return CODES[ensure_summary(arguments.run_dir, cfg.mode, cfg.seed, ended, reason).ended]
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class RunFailed(Exception):
 
 
 class RunInterrupted(RunFailed):
-    """The user ended the run (Ctrl-C)."""
+    """The user or a scheduler ended the run (Ctrl-C, SIGTERM)."""
 
 
 def tell_torchrun(reason: str) -> None:

@@ -1,10 +1,13 @@
-"""Child processes that do not outlive their parent."""
+"""How processes end: with their parent, in order on a signal, and what their exit code says."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -26,18 +29,73 @@ def die_with_parent(sig: signal.Signals = signal.SIGKILL, parent: int | None = N
         os.kill(os.getpid(), sig)
 
 
-def interrupt_once() -> None:
-    """Let the first SIGINT raise KeyboardInterrupt and ignore the later ones, so that the end it starts is in order.
+def die_with_torchrun() -> None:
+    """SIGTERM for this rank when torchrun ends, at once if it has: SIGKILL of torchrun would leave its ranks behind.
 
-    A Ctrl-C reaches a rank twice: from the terminal and from torchrun, which passes on its own. Must be called from
-    the main thread.
+    Does nothing in a process that torchrun did not start.
     """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    die_with_parent(signal.SIGTERM)
+    try:
+        there = os.path.samefile("/proc/self/exe", f"/proc/{os.getppid()}/exe")  # torchrun starts ranks with its Python
+    except OSError:  # the parent is another user's: init, not torchrun
+        there = False
+    if not there:
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    def on_sigint(_signum: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, on_sigint)
+class EndSignal(KeyboardInterrupt):
+    """SIGINT or SIGTERM arrived; the text is its name."""
+
+
+NOTICE_S = 3.0
+_stuck: list[Callable[[], object]] = []
+
+
+def end_in_order() -> None:
+    """Have the first SIGINT or SIGTERM raise ``EndSignal`` in the main thread; later ones are ignored.
+
+    The end that the first one starts takes its time, and a Ctrl-C reaches a rank twice: from the terminal and from
+    torchrun, which passes its own on. A main thread that does not notice within ``NOTICE_S``, because it is in a
+    collective that never returns, is not waited for: the process does what ``if_stuck`` was told and ends.
+    Must be called from the main thread.
+    """
+    noticed = threading.Event()
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+
+    def on_signal(signum: int, _frame: FrameType | None) -> None:
+        if not noticed.is_set():
+            noticed.set()
+            raise EndSignal(signal.Signals(signum).name)
+
+    def watch() -> None:
+        ours = (signal.SIGINT, signal.SIGTERM)
+        while (signum := os.read(read_end, 1)[0]) not in ours:
+            pass
+        if not noticed.wait(NOTICE_S):
+            for act in _stuck:
+                act()
+            os._exit(128 + signum)
+
+    signal.set_wakeup_fd(write_end)  # written to when the signal arrives, whatever the main thread is in
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, on_signal)
+    threading.Thread(target=watch, name="signals", daemon=True).start()
+
+
+def if_stuck(act: Callable[[], object]) -> None:
+    """What to do before the process is ended because its main thread did not notice a signal."""
+    _stuck.append(act)
+
+
+def is_running(pid: int) -> bool:
+    """Whether process ``pid`` of this machine runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def describe_exit(code: int) -> str:

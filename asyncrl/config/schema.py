@@ -117,7 +117,7 @@ class StalenessConfig:
 class SamplingConfig:
     """Settings that bias the importance ratio (top_p < 1, top_k, min_p, penalties) are refused by the check."""
 
-    temperature: Above0 = 1.0
+    temperature: Annotated[float, Range(0.01, 2)] = 1.0  # vLLM lifts smaller ones to 0.01 and refuses larger ones
     max_tokens: Positive = 16
     top_p: float = 1.0
     top_k: int = 0

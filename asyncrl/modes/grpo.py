@@ -16,10 +16,14 @@ engines load while the trainer does.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.actors.children import Children
+from asyncrl.actors.children import Children, ControllerGone
 from asyncrl.actors.linking import link_options, listener_options
 from asyncrl.config.context import RunContext
 from asyncrl.config.errors import RunFailed
@@ -42,6 +46,7 @@ def train(cfg: Config, context: RunContext, controller: str) -> None:
     """The rank's loop; ``controller`` is the endpoint it takes commands from."""
     from asyncrl.actors.messages import CONTROLLER_SCHEMA
     from asyncrl.transport.blocking import BlockingDialer
+    from asyncrl.transport.errors import PeerLost, TransportError
 
     trainer = _open_trainer(cfg, context)
     with (
@@ -49,15 +54,21 @@ def train(cfg: Config, context: RunContext, controller: str) -> None:
         _open_publisher(cfg, context, trainer, link) as publisher,
     ):
         hello = {"rank": context.rank, "version": trainer.version, "publisher": publisher.endpoint}
-        link.send("trainer_ready", hello)
+        link.send("trainer_ready", {**hello, "pid": os.getpid(), "host": socket.gethostname()})
         try:
             _obey(cfg, context, trainer, publisher, link)
-        except KeyboardInterrupt:
-            link.send("interrupted", deadline_s=5, wait="acked")
+        except PeerLost as error:
+            raise ControllerGone(error.reason or str(error)) from None
+        except KeyboardInterrupt as stop:
+            with contextlib.suppress(TransportError):  # the controller may be gone already
+                link.send("interrupted", {"signal": str(stop)}, deadline_s=5, wait="acked")
             raise
         except Exception as error:
-            link.send("trainer_failed", {"reason": f"{type(error).__name__}: {error}"}, deadline_s=5, wait="acked")
-            raise
+            logging.getLogger(__name__).exception("trainer rank %d failed", context.rank)
+            reason = f"{type(error).__name__}: {error}"
+            with contextlib.suppress(TransportError):
+                link.send("trainer_failed", {"reason": reason}, deadline_s=5, wait="acked")
+            raise RunFailed(f"trainer/{context.rank} failed: {reason}") from error
 
 
 def _obey(cfg: Config, context: RunContext, trainer: Trainer, publisher: WeightPublisher, link: BlockingDialer) -> None:
@@ -80,8 +91,6 @@ def _obey(cfg: Config, context: RunContext, trainer: Trainer, publisher: WeightP
             case "stop":
                 link.done(command)
                 return
-            case "$left":
-                raise RunFailed(f"the controller is gone: {command.header['reason']}")
         link.done(command)
 
 
@@ -111,8 +120,13 @@ def _open_trainer(cfg: Config, context: RunContext) -> Trainer:
 
 def _open_publisher(cfg: Config, context: RunContext, trainer: Trainer, link: BlockingDialer) -> WeightPublisher:
     """This rank's end of the weight push. An engine that misses a deadline of it is reported to the controller."""
+    from asyncrl.transport.errors import PeerLost
     from asyncrl.weights.planes import sending_plane
     from asyncrl.weights.publisher import WeightPublisher
+
+    def tell(kind: str, **header: Any) -> None:
+        with contextlib.suppress(PeerLost):  # the rank's loop hears of it as well
+            link.send(kind, header)
 
     return WeightPublisher(
         trainer.named_parameters_hf,
@@ -123,10 +137,8 @@ def _open_publisher(cfg: Config, context: RunContext, trainer: Trainer, link: Bl
         window_bytes=cfg.weights.window_bytes,
         deadline_s=cfg.weights.deadline_s,
         plane=sending_plane(cfg.weights.backend, cfg.weights.chunk_bytes),
-        on_drop=lambda engine, reason: link.send("dropped", {"generator": engine, "reason": reason}),
-        on_served=lambda engine, version, digest: link.send(
-            "served", {"generator": engine, "version": version, "digest": digest}
-        ),
+        on_drop=lambda engine, reason: tell("dropped", generator=engine, reason=reason),
+        on_served=lambda engine, version, digest: tell("served", generator=engine, version=version, digest=digest),
         **listener_options(cfg.transport),
     )
 

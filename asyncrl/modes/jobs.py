@@ -10,18 +10,16 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from omegaconf import DictConfig
 
+from asyncrl.actors.ending import end_rank
 from asyncrl.config.check import check
 from asyncrl.config.context import Place, RunContext, lead_context
-from asyncrl.config.errors import ConfigError, Problem, RunFailed, exit_on_config_error, tell_torchrun
+from asyncrl.config.errors import ConfigError, Problem, RunFailed, exit_on_config_error
 from asyncrl.config.files import CONFIG_FILE, from_dict, save_config, to_dict
 from asyncrl.config.load import resolve
 from asyncrl.config.run_folder import (
@@ -34,9 +32,7 @@ from asyncrl.config.run_folder import (
 )
 from asyncrl.config.schema import Config
 from asyncrl.envs import EnvError, load_env
-
-FAILED_STATUS = 1
-INTERRUPTED_STATUS = 130
+from asyncrl.report.summary import Ended
 
 
 @dataclass
@@ -49,12 +45,17 @@ class Job:
 
 
 def run_jobs(jobs: Sequence[Job], sweep: bool) -> None:
-    """Runs ``jobs`` in order. Ends the process with status 2 for a configuration error, 1 for a failed run."""
+    """Runs ``jobs`` in order.
+
+    Ends the process with status 2 for a configuration error, 1 for a failed run, 130 for an interrupted one.
+    """
     place = Place.from_environment()
     with exit_on_config_error():
         configs = check_jobs(jobs, place)
     folders = Folders(place, sweep)
     for job, config in zip(jobs, configs, strict=True):
+        folders.run_dir = None
+        ended: Ended = "failed"
         try:
             with exit_on_config_error():
                 opened = folders.lead(job, config) if place.rank == 0 else folders.follow(job, config)
@@ -62,15 +63,15 @@ def run_jobs(jobs: Sequence[Job], sweep: bool) -> None:
                 run_mode(*opened)
                 if place.rank == 0:
                     folders.record_return(opened[1])
+            continue
         except RunFailed as error:
-            print(f"asyncrl: rank {place.rank}: {error}", file=sys.stderr)
-            _leave(FAILED_STATUS, str(error))
-        except KeyboardInterrupt:
-            print(f"asyncrl: rank {place.rank}: interrupted", file=sys.stderr)
-            _leave(INTERRUPTED_STATUS, "interrupted")
+            reason = str(error)
+        except KeyboardInterrupt as stop:
+            ended, reason = "interrupted", f"interrupted by {str(stop) or 'Ctrl-C'}"
         except Exception as error:
             logging.getLogger(__name__).exception("asyncrl: rank %d failed", place.rank)
-            _leave(FAILED_STATUS, f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+        end_rank(config, folders.run_dir, place.rank, ended, reason)
 
 
 def check_jobs(jobs: Sequence[Job], place: Place) -> list[Config]:
@@ -105,6 +106,7 @@ class Folders:
         self.place = place
         self.sweep = sweep
         self.sweep_dir: Path | None = None
+        self.run_dir: Path | None = None  # of the job in hand, on rank 0
 
     def lead(self, job: Job, config: Config) -> tuple[Config, RunContext] | None:
         """Rank 0: the job's folder, written and published; None when an earlier attempt has finished the job."""
@@ -123,6 +125,9 @@ class Folders:
             if self.sweep and self.sweep_dir is None:
                 self.sweep_dir = choose_sweep_dir(config)
             run_dir = choose_run_dir(config, self.sweep_dir, job.number, job.overrides)
+        self.run_dir = run_dir
+        if not config.run.dry:  # an earlier attempt's must not speak for this one
+            (run_dir / "summary.json").unlink(missing_ok=True)
         save_config(config, run_dir)
         launch.write(run_dir)
         link_latest(Path(config.run.root).absolute(), run_dir)
@@ -164,11 +169,3 @@ def run_mode(config: Config, context: RunContext) -> None:
         failed = False
     finally:
         context.close(failed)
-
-
-def _leave(status: int, reason: str) -> NoReturn:
-    """Ends this process at once: threads of a broken process group must not keep it, and with it its peers, alive."""
-    tell_torchrun(reason)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)

@@ -49,8 +49,10 @@ def run(cfg: Config, context: RunContext) -> None:
     except DataError as error:
         reason = str(error)
         raise RunFailed(reason) from error
+    except KeyboardInterrupt as stop:
+        ended, reason = "interrupted", f"interrupted by {stop}"
+        raise
     except BaseException as error:
-        ended = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         reason = f"{type(error).__name__}: {error}"
         raise
     finally:

@@ -58,6 +58,7 @@ LEARNING = (
     M("eval/loss", "nat", "mode sft: mean negative log-likelihood of a learnt token of the held-out conversations"),
     M("eval/items", "count", "held-out items evaluated"),
     M("eval/failed", "count", "held-out items without a score (reward failure); they count as 0 in the accuracy"),
+    M("eval/too_long", "count", "held-out items left out because their prompts exceed the model's length"),
     M("eval/seconds", "s", "wall time of the evaluation"),
     M("sample/length_mean", "tokens", "completion tokens a sample, mean over the step"),
     M("sample/length_max", "tokens", "longest completion of the step"),

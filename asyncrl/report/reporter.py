@@ -65,7 +65,6 @@ class Reporter:
             self._builder.add(line)
         self.attempt = self._builder.attempt + 1
         self._builder.attempt = self.attempt
-        (self.run_dir / "summary.json").unlink(missing_ok=True)  # an earlier attempt's; this one has not ended
         self._console = ConsoleThread(Console(stream or sys.stdout, cfg.report.console))
         self._metrics = MetricsWriter(self.run_dir / "metrics.jsonl", clock, lambda text: self.event(text, True))
         self._events = open(self.run_dir / "events.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115

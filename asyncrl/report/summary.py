@@ -1,8 +1,8 @@
 """``<run>/summary.json``: what one run came to, written once, atomically, whatever ended it.
 
-The file exists only if the last attempt of the run ended by itself; after a SIGKILL there is none. Figures that no
-step reported are null. ``SummaryBuilder`` collects what the step metrics already say, over all attempts of a resumed
-run, so that the controller only adds what it alone knows.
+Whoever outlives the reporter writes it in its place (``ensure_summary``); only when every process of the run is killed
+at once there is none. Figures that no step reported are null. ``SummaryBuilder`` collects what the step metrics already
+say, over all attempts of a resumed run, so that the controller only adds what it alone knows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from asyncrl.report.metrics import read_lines
 
 Ended = Literal["finished", "failed", "interrupted"]
 
@@ -104,6 +106,18 @@ def read_summary(path: Path) -> Summary:
     """The inverse of ``Summary.write``."""
     data = json.loads(path.read_text(encoding="utf-8"))
     return Summary(**{**data, "conservation": Conservation(**data["conservation"])})
+
+
+def ensure_summary(run_dir: Path, mode: str, seed: int, ended: Ended, reason: str) -> Summary:
+    """The summary of the attempt that has just ended; written here if whoever should have written it could not."""
+    path = run_dir / "summary.json"
+    if not path.exists():
+        builder = SummaryBuilder()
+        builder.attempt = 0
+        for line in read_lines(run_dir / "metrics.jsonl"):
+            builder.add(line)
+        builder.build(mode, seed, ended, reason, 0.0).write(path)
+    return read_summary(path)
 
 
 class WeightedMean:

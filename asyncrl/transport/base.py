@@ -41,6 +41,7 @@ COUNTERS = (
     "gaps", "credit_stalls", "connections", "joined", "left", "acks",
 )  # fmt: skip
 _open_contexts: set[Any] = set()  # pyzmq would block in the garbage collector of one that was not terminated
+MAX_REASON = 2000  # characters of a goodbye
 REMEMBERED = 1024  # streams whose cursor is kept after their process left
 
 
@@ -87,6 +88,7 @@ class BaseLink:
         self._count: Counter[str] = Counter()
         self._failure: TransportError | None = None
         self.last_refusal = ""
+        self._goodbye = ""
 
     # -- for consumers ------------------------------------------------------------------------------------------------
 
@@ -131,11 +133,12 @@ class BaseLink:
             "queued": len(self._mailbox),
         }
 
-    async def close(self, *, linger_s: float = 1.0) -> None:
-        """Say goodbye and release the socket. What is not acknowledged is not waited for: see ``flush``."""
+    async def close(self, *, linger_s: float = 1.0, reason: str = "closed") -> None:
+        """Say goodbye with ``reason`` and release the socket. What is not acknowledged is not waited for: ``flush``."""
         owner, self._owner = self._owner, None
         if owner is None:
             return
+        self._goodbye = reason[:MAX_REASON]
         self._closing = owner
         self._dirty.update(dict.fromkeys(self._all_sessions()))
         owner.stop(int(linger_s * 1000))
@@ -298,7 +301,7 @@ class BaseLink:
             session.last_sent = self._clock()
             if not send(route, pack_control("ack", floor=ack.floor, above=ack.above)):
                 return False
-        return self._closing is None or send(route, pack_control("bye", reason="closed"))
+        return self._closing is None or send(route, pack_control("bye", reason=self._goodbye))
 
     def tick(self) -> None:
         """Heartbeats, and peers not heard for too long. Our own absence is not held against the peers."""

@@ -128,7 +128,7 @@ class Dialer(BaseLink):
             self._welcomed.set_result(None)
 
     def _on_bye(self, session: Session, reason: str) -> None:
-        self._gone = PeerLost(f"{self.name} lost {session.name}: {reason}")
+        self._gone = PeerLost(f"{self.name} lost {session.name}: {reason}", reason)
         session.outbox.interrupt(self._gone)
         if self._events:
             stream, kept = session.inbox.stream, session.outbox.unacknowledged

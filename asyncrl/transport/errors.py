@@ -16,7 +16,14 @@ class OutOfStep(ProtocolError):
 
 
 class PeerLost(TransportError):
-    """The peer left, or was never there: what was sent to it may not have been consumed."""
+    """The peer left, or was never there: what was sent to it may not have been consumed.
+
+    ``reason`` is what the peer said when it left; None if it said nothing.
+    """
+
+    def __init__(self, text: str, reason: str | None = None) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class DeadlineExpired(TransportError, TimeoutError):

@@ -64,7 +64,7 @@ class SocketOwner:
         """Own a second socket: ``serve`` is called on its input and must receive until nothing is left."""
         self._beside.append(socket)
         self._loop.add_reader(socket.fileno(), self._guarded, serve)
-        self._loop.call_soon(self._guarded, serve)
+        self._loop.call_soon(lambda: None if socket.closed else self._guarded(serve))
 
     def release(self, linger_ms: int) -> None:
         """Close the sockets; unsent bytes get ``linger_ms`` to leave."""

@@ -115,6 +115,7 @@ class WeightPublisher:
         self._window: Window | None = None
         self._stream: torch.cuda.Stream | None = None
         self._error: BaseException | None = None
+        self._leaving = False  # what a push in progress dies of is of no interest any more
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._last: _Job | None = None
         self._hub = Hub(deadline_s, self._plane, **listener_options) if rank == 0 else None
@@ -143,10 +144,11 @@ class WeightPublisher:
         assert self._hub is not None, "engines subscribe to rank 0"
         self._hub.run(self._hub.subscribers.wait_for(count, deadline_s), deadline_s + 10, "engines to subscribe")
 
-    def close(self) -> None:
-        """End the thread after the push in progress, and leave the engines."""
-        if self._thread.is_alive():
-            self._jobs.put(None)
+    def close(self, wait: bool = True) -> None:
+        """Leave the engines; with ``wait`` only after the push in progress."""
+        self._leaving = not wait
+        self._jobs.put(None)
+        if wait:
             self._thread.join(4 * self._deadline_s)
         hub, self._hub = self._hub, None
         if hub is not None:
@@ -158,7 +160,7 @@ class WeightPublisher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(wait=error is None)
 
     def _check(self) -> None:
         if self._error is not None:
@@ -181,7 +183,8 @@ class WeightPublisher:
                     with torch.no_grad(), self._beside(job):
                         self._push(job)
             except BaseException as error:  # raised again in the trainer's thread by ``_check``
-                log.exception("pushing version %d failed", job.version)
+                if not self._leaving:
+                    log.exception("pushing version %d failed", job.version)
                 self._error = error
             finally:
                 job.gathered.set()
@@ -206,7 +209,8 @@ class WeightPublisher:
                 job.locals, self._wire_dtype, rank=self.rank, world=self.world, group=self._group,
                 bucket_bytes=self._chunk_bytes,
             )  # fmt: skip
-        if self._hub is None:
+        hub = self._hub
+        if hub is None:
             if self._decide(None) == SEND:
                 for bucket in self._gatherer.buckets:
                     self._gatherer.gather(bucket, job.locals)
@@ -216,19 +220,18 @@ class WeightPublisher:
             self._window = self._open_window(self._gatherer, job)
         job.report = SyncReport(job.version)
         try:
-            _Sender(self._hub, self._gatherer, job, self._decide, self._window).run()
+            _Sender(hub, self._gatherer, job, self._decide, self._window).run()
         finally:
-            self._tell(job.report)
+            self._tell(hub, job.report)
 
     def _open_window(self, gatherer: Gatherer, job: _Job) -> Window:
         device = job.locals[0].tensor.device if job.locals else torch.device("cpu")
         size = Window.size(self._window_bytes, gatherer.largest)
         return Window(size, self._plane.memory(size, device))
 
-    def _tell(self, report: SyncReport) -> None:
+    def _tell(self, hub: Hub, report: SyncReport) -> None:
         """Name the engines that were dropped, and those that serve the version."""
-        assert self._hub is not None
-        dropped, self._hub.subscribers.dropped = self._hub.subscribers.dropped, {}
+        dropped, hub.subscribers.dropped = hub.subscribers.dropped, {}
         report.dropped.update(dropped)
         for engine, reason in dropped.items():
             log.warning("%s is dropped: it %s", engine, reason)

@@ -228,8 +228,8 @@ class Subscribers:
             return
         engine.dropped = True
         self._forget(engine)
-        if engine.frontend in engine.left and engine.frontend in self._listener.peers:
-            return  # a restarted generator goes by this name already; the controller knows that the old one is gone
+        if any(peer in self._listener.peers for peer in engine.left):
+            return  # a restarted generator goes by these names already; the controller knows that the old one is gone
         self.dropped[engine.name] = reason
         for peer in engine.peers:
             if peer in self._listener.peers:

@@ -113,3 +113,25 @@ def test_read_line_says_what_it_waited_for():
     os.close(write_end)
     with pytest.raises(RuntimeError, match="ended before"):
         process.read_line(read_end, deadline_s=5, what="the endpoint")
+
+
+def test_last_words_are_of_this_life_of_the_process(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("generator/0: an earlier end\n")
+    began = log.stat().st_size
+    assert process.last_words(log, "generator/0", began) == ""
+    with log.open("a") as file:
+        file.write("noise\n")
+    assert process.last_words(log, "generator/0", began) == "noise"
+    with log.open("a") as file:
+        file.write("generator/0: vLLM did not start: no room\nterminate called\n\n")
+    assert process.last_words(log, "generator/0", began) == "vLLM did not start: no room"
+
+
+def test_a_pipe_is_read_without_waiting():
+    read_end, write_end = os.pipe()
+    assert process.what_is_there(read_end) == ""
+    os.write(write_end, b"why")
+    assert process.what_is_there(read_end) == "why"
+    os.close(write_end)
+    assert process.what_is_there(read_end) == ""

@@ -107,3 +107,54 @@ def test_metrics_say_which_version_and_which_weights_each_engine_serves():
     }
     for key in metrics:
         declared(key)
+
+
+def test_completions_of_zero_tokens_cost_their_sample_and_a_group_without_others_fails_with_the_reason():
+    desk = small_desk()
+    desk.cfg.batch.group_size = 3
+    none = np.zeros(0, np.int32)
+    group = scored_group(desk, [1.0, 0.0, None], "no tokens")
+    group.samples[2].token_ids = none
+    desk.decide(group)
+    assert group.ordinal in desk.groups and desk.slots.counters()["buffered"] == 1
+    empty = scored_group(desk, [None, None, None], "no tokens")
+    desk.decide(empty)
+    assert desk.slots.counters()["failed"] == {"no tokens": 1} and empty.ordinal not in desk.groups
+
+
+def test_a_sample_of_zero_tokens_is_a_failure_and_is_not_scored():
+    desk = small_desk()
+    desk.tasks = MagicMock()
+    ordinal = desk.slots.admit()
+    desk.groups[ordinal] = Group(ordinal, Prompt("train:0", 0, np.zeros(3, np.int32), {}))
+    desk.fleet.join("generator/0")
+    desk.committed("generator/0", 0)
+    desk.fleet.assign(ordinal, {0, 1})
+    sample = Sample(ordinal, 0, np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "stop", "")
+    desk.sample(sample, "generator/0")
+    assert sample.failure == "no tokens" and desk.groups[ordinal].samples == [sample]
+
+
+def test_the_first_prompt_that_is_too_long_is_told_once():
+    desk = small_desk()
+    desk.prompts.cursor.too_long = 0
+    found = iter([0, 2, 3])
+
+    def following():
+        desk.prompts.cursor.too_long = next(found)
+        return "prompt", 0
+
+    desk.prompts.next, desk.prompts.room = following, 56
+    for _ in range(3):
+        desk._next_prompt()
+    (call,) = desk.progress.event.call_args_list
+    assert "a training prompt is longer than the 56 tokens" in call.args[0] and "prompts/too_long" in call.args[0]
+
+
+def test_a_generator_that_was_given_up_for_its_predecessor_is_live_once_it_commits():
+    desk = small_desk()
+    desk.fleet.join("generator/0")
+    desk.lose("generator/0")  # the word of the old one's silence came after the new one's hello
+    desk.committed("generator/0", 0)
+    assert [engine.name for engine in desk.fleet.live] == ["generator/0"]
+    assert list(desk.slots.generators) == ["generator/0"]

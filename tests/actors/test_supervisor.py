@@ -20,7 +20,7 @@ def test_a_generator_sees_its_own_gpus_also_after_a_restart(tmp_path, monkeypatc
     for name in ("generator/0", "generator/1"):
         generators.start(name)
     assert generators.heal("generator/0") is None
-    assert "died 2 times, the last by exit code 3" in generators.heal("generator/0")
+    assert "died 2 times, the last time with exit code 3: " in generators.heal("generator/0")
     generators.running["generator/1"].wait()
     assert generators.log("generator/0").read_text() == "2,3 generator/0\n" * 2
     assert generators.log("generator/1").read_text() == "all of them generator/1\n"

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -59,19 +60,22 @@ class Launch:
     overrides: list[str]
     ranks: int = 1
     flags: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    experiment: str = "grpo"
+    torchrun: tuple[str, ...] = ("--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
 
     def start(self, log: Path) -> None:
-        arguments = [TORCHRUN, f"--nproc-per-node={self.ranks}", "--master-port=0", "--rdzv-backend=c10d"]
-        arguments += ["--rdzv-endpoint=127.0.0.1:0", str(ROOT / "launch/train.py"), *self.flags]
+        arguments = [TORCHRUN, f"--nproc-per-node={self.ranks}", *self.torchrun]
+        arguments += [str(ROOT / "launch/train.py"), *self.flags]
         self.log = log
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                [*arguments, "+experiment=grpo", *self.overrides],
+                [*arguments, f"+experiment={self.experiment}", *self.overrides],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=partial(die_with_parent, signal.SIGKILL, os.getpid()),
-                env={**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **self.env},
                 cwd=log.parent,
             )
 
@@ -102,9 +106,9 @@ class Launch:
         return found[0]
 
 
-def run(tmp_path: Path, overrides: list[str], ranks: int = 1, flags: list[str] | None = None) -> Launch:
-    """Launch, wait, and expect success."""
-    launch = Launch(overrides, ranks, flags or [])
+def run(tmp_path: Path, overrides: list[str], ranks: int = 1, **options: Any) -> Launch:
+    """Launch, wait, and expect success. ``options``: see ``Launch``."""
+    launch = Launch(overrides, ranks, **options)
     launch.start(tmp_path / "output.log")
     code = launch.wait()
     assert code == 0, f"exit code {code}:\n{launch.output}"
@@ -131,6 +135,17 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
 
 def summary(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "summary.json").read_text())
+
+
+def ledger_rows(run_dir: Path, query: str) -> list[tuple]:
+    with sqlite3.connect(f"file:{run_dir}/ledger/ledger.sqlite?mode=ro", uri=True) as db:
+        return db.execute(query).fetchall()
+
+
+def trained_once(run_dir: Path) -> bool:
+    """Whether no group is in two batches of the surviving history."""
+    ordinals = [o for (text,) in ledger_rows(run_dir, "SELECT ordinals FROM cuts") for o in json.loads(text)]
+    return len(ordinals) == len(set(ordinals))
 
 
 def gone(processes: list[psutil.Process], deadline_s: float) -> list[psutil.Process]:

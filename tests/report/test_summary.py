@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from asyncrl.report.summary import Conservation, Summary, SummaryBuilder, read_summary
+from asyncrl.report.summary import Conservation, Summary, SummaryBuilder, ensure_summary, read_summary
 
 
 def step(number, **metrics):
@@ -87,3 +87,18 @@ def test_a_run_without_a_step_has_nulls_not_zeros():
     summary = SummaryBuilder().build("grpo", 0, "failed", "no engine", 3.0)
     assert summary.accuracy_initial is summary.staleness_mean is summary.mismatch_mean is summary.step_s_mean is None
     assert (summary.steps, summary.ended, summary.reason) == (0, "failed", "no engine")
+
+
+def test_a_summary_that_nobody_could_write_is_made_of_the_metrics(tmp_path):
+    lines = [step(1, **{"reward/mean": 0.5}), step(2, **{"reward/mean": 0.75})]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = ensure_summary(tmp_path, "grpo", 3, "failed", "the controller ended (killed by SIGKILL)")
+    assert made == read_summary(tmp_path / "summary.json")
+    assert (made.ended, made.steps, made.reward_last, made.seed) == ("failed", 2, 0.75, 3)
+    again = ensure_summary(tmp_path, "grpo", 3, "interrupted", "too late")
+    assert again == made, "who writes first knows best"
+
+
+def test_a_summary_of_a_run_that_did_not_get_to_its_first_metric(tmp_path):
+    made = ensure_summary(tmp_path, "sft", 0, "interrupted", "interrupted by SIGINT")
+    assert (made.ended, made.steps, made.attempts) == ("interrupted", 0, 1)

@@ -216,9 +216,10 @@ def test_waits_at_a_dialer_end_when_the_listener_says_goodbye() -> None:
             await listener.send("gen/0", "number", {"x": 7})
             acked = asyncio.create_task(dialer.send("number", {"x": 1}, wait="acked", deadline_s=LONG))
             await take(listener, "number")
-            await listener.close()
-            with pytest.raises(PeerLost, match="gen/0 lost controller: closed"):
+            await listener.close(reason="no disk")
+            with pytest.raises(PeerLost, match="gen/0 lost controller: no disk") as lost:
                 await acked
+            assert lost.value.reason == "no disk"
             assert (await take(dialer, "number")).header == {"x": 7}  # what arrived before is not lost
             with pytest.raises(PeerLost):
                 await dialer.recv(deadline_s=LONG, waiting_for="anything")
