@@ -18,37 +18,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from asyncrl.config.processes import die_with_parent
+from asyncrl.config.processes import clean_environment, die_with_parent
 
 LONGEST_REASON = 1000  # characters
-
-TORCHRUN_VARIABLES = {
-    "RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "OMP_NUM_THREADS",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "ROLE_NAME",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-}
-
-
-def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment without what torchrun added, plus ``extra`` and an import path that finds this package."""
-    env = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in TORCHRUN_VARIABLES and not key.startswith(("TORCHELASTIC_", "PET_"))
-    }
-    root = str(Path(__file__).resolve().parents[2])
-    env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
-    return {**env, **(extra or {})}
 
 
 def spawn(

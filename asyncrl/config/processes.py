@@ -1,4 +1,4 @@
-"""How processes end: with their parent, in order on a signal, and what their exit code says."""
+"""What children inherit, and how processes end: with their parent, in order on a signal, with what exit code."""
 
 from __future__ import annotations
 
@@ -6,11 +6,41 @@ import ctypes
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+TORCHRUN_VARIABLES = {
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+}
+
+
+def clean_environment(
+    extra: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """``environ`` (default: ours) without what torchrun added, plus ``extra`` and an import path that finds asyncrl."""
+    env = {
+        key: value
+        for key, value in (os.environ if environ is None else environ).items()
+        if key not in TORCHRUN_VARIABLES and not key.startswith(("TORCHELASTIC_", "PET_"))
+    }
+    root = str(Path(__file__).resolve().parents[2])  # a child must find us whatever its working directory is
+    env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
+    return {**env, **(extra or {})}
 
 
 def die_with_parent(sig: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:

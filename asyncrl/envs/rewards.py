@@ -21,18 +21,15 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from asyncrl.config.errors import RunFailed
-from asyncrl.config.processes import describe_exit
+from asyncrl.config.processes import clean_environment, describe_exit
 from asyncrl.config.schema import EnvConfig, RewardConfig
 from asyncrl.envs.wire import Frames, frame
 
 LATE_LOOK_S = 0.05
 MOST_AT_ONCE = 64  # items in one request
-_NOT_INHERITED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +224,7 @@ class _Worker:
             str(os.getpid()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=_environment(os.environ),
+            env=clean_environment({"OMP_NUM_THREADS": "1"}),
             start_new_session=True,
         )
         self.send({"env": dataclasses.asdict(self._env)})
@@ -302,15 +299,3 @@ class _Worker:
         await self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
-
-
-def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Ours without torchrun's variables, one thread, and an import path that finds this package."""
-    kept = {
-        key: value
-        for key, value in environ.items()
-        if key not in _NOT_INHERITED and not key.startswith(("TORCHELASTIC_", "PET_"))
-    }
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([root, *filter(None, [environ.get("PYTHONPATH")])])
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}

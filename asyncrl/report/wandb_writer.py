@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import asyncrl
+from asyncrl.config.processes import clean_environment
 from asyncrl.config.schema import WandbConfig
 
 ROLLOUT_COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "version", "finish_reason", "generator")
@@ -61,9 +61,7 @@ class WandbWriter:
     ) -> None:
         self.mode = ""  # known once wandb is ready
         self._on_event = on_event
-        self._environ = dict(os.environ if environ is None else environ)
-        root = str(Path(asyncrl.__file__).parents[1])  # the child must find us whatever its working directory is
-        self._environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, self._environ.get("PYTHONPATH"))))
+        self._environ = clean_environment(environ=environ)
         self._init_deadline_s = init_deadline_s
         self._queue: queue.Queue[bytes] = queue.Queue(max_records)
         self._lock = threading.Lock()

@@ -8,12 +8,29 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
-from asyncrl.config.processes import describe_exit, is_running
+from asyncrl.config import processes
+from asyncrl.config.processes import clean_environment, describe_exit, is_running
 
 WAIT_S = 30
+
+
+def test_no_variable_of_torchrun_reaches_a_child(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "LOCAL_RANK", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("MY_OWN", "kept")
+    env = clean_environment({"EXTRA": "added"})
+    assert not {k for k in env if k.startswith("TORCHELASTIC_")} | (env.keys() & processes.TORCHRUN_VARIABLES)
+    assert env["MY_OWN"] == "kept" and env["EXTRA"] == "added"
+
+
+def test_the_import_path_finds_this_package():
+    code = "import asyncrl; print(asyncrl.__file__)"
+    out = subprocess.check_output([sys.executable, "-c", code], env=clean_environment(), cwd="/", text=True)
+    assert Path(out.strip()).parents[1] == Path(processes.__file__).resolve().parents[2]
 
 
 def script(body: str) -> subprocess.Popen[str]:

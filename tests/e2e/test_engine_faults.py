@@ -47,14 +47,14 @@ def test_an_untied_head_is_updated(engine):
 
 
 def test_flipped_bits_are_found_and_every_tensor_is_named(engine, monkeypatch):
-    send = Subscribers.chunk
+    move = Subscribers.move
 
     async def damaged(self, version, offset, data, engines):
-        data = np.array(data)
+        data = data.clone()
         data[5] ^= 1
-        return await send(self, version, offset, data, engines)
+        return await move(self, version, offset, data, engines)
 
-    monkeypatch.setattr(Subscribers, "chunk", damaged)
+    monkeypatch.setattr(Subscribers, "move", damaged)
     engine.version += 1
     engine.publisher.publish(engine.version)
     report = engine.publisher.wait_committed(60)
