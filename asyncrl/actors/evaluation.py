@@ -13,7 +13,7 @@ from asyncrl.rollouts.types import Prompt, Sample
 
 @dataclass
 class Evaluation:
-    """Progress of one evaluation. ``accuracy`` is the share of items with reward 1, ``reward`` the mean.
+    """Progress of one evaluation. ``accuracy`` is the share of items with reward 1.
 
     An item whose reward failed counts as not solved and is counted in ``failures``.
     """
@@ -22,8 +22,6 @@ class Evaluation:
     prompts: dict[int, Prompt]  # by ordinal, all negative
     too_long: int = 0  # items left out because their prompts do not fit the engine
     results: dict[int, float] = field(default_factory=dict)
-    samples: list[tuple[Prompt, Sample]] = field(default_factory=list)
-    versions_seen: set[int] = field(default_factory=set)
     failures: int = 0
 
     @classmethod
@@ -33,8 +31,6 @@ class Evaluation:
     def record(self, sample: Sample) -> None:
         self.results[sample.ordinal] = sample.reward if sample.reward is not None else 0.0
         self.failures += sample.failure is not None
-        self.samples.append((self.prompts[sample.ordinal], sample))
-        self.versions_seen.update(int(v) for v in sample.versions)
 
     @property
     def done(self) -> bool:
@@ -43,7 +39,3 @@ class Evaluation:
     @property
     def accuracy(self) -> float:
         return sum(r >= 1.0 for r in self.results.values()) / len(self.results)
-
-    @property
-    def reward(self) -> float:
-        return sum(self.results.values()) / len(self.results)

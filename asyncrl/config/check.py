@@ -27,6 +27,7 @@ def check(config: Config, place: Place, gpus: int | None = None) -> None:
     """Raises ConfigError with every problem found. ``gpus`` overrides the number of GPUs of this machine."""
     gpus = len(visible_gpus()) if gpus is None else gpus
     problems = [problem for each in CHECKS for problem in each(config)]
+    problems += check_ranks(config, place)
     problems += check_devices(config, place, gpus)
     problems += check_weights(config, place, gpus)
     if problems:
@@ -197,6 +198,17 @@ def check_run(config: Config) -> Iterator[Problem]:
         yield Problem("resume", f"{folder} is not a folder", "give the folder of a run, for example outputs/latest")
     elif not (folder / "config.json").is_file():
         yield Problem("resume", f"{folder} is not the folder of a run (no config.json)", "give the folder of a run")
+
+
+def check_ranks(config: Config, place: Place) -> Iterator[Problem]:
+    """Trainer ranks of other machines reach the controller, which is beside rank 0."""
+    remote = place.world_size > place.local_world_size
+    if config.mode == "grpo" and remote and is_loopback(config.transport.host):
+        yield Problem(
+            "transport.host",
+            f"trainer ranks of other machines cannot reach {config.transport.host} of this one",
+            "an address of the first machine, with transport.keys_dir (python -m asyncrl.transport.keys FOLDER)",
+        )
 
 
 def check_devices(config: Config, place: Place, gpus: int) -> Iterator[Problem]:

@@ -45,10 +45,12 @@ def run(cfg: Config, context: RunContext) -> None:
 def train(cfg: Config, context: RunContext, controller: str) -> None:
     """The rank's loop; ``controller`` is the endpoint it takes commands from."""
     from asyncrl.actors.messages import CONTROLLER_SCHEMA
+    from asyncrl.training.opening import open_trainer
+    from asyncrl.training.step import Trainer
     from asyncrl.transport.blocking import BlockingDialer
     from asyncrl.transport.errors import PeerLost, TransportError
 
-    trainer = _open_trainer(cfg, context)
+    trainer = open_trainer(cfg, context, Trainer)
     with (
         BlockingDialer(f"trainer/{context.rank}", CONTROLLER_SCHEMA, controller, **link_options(cfg.transport)) as link,
         _open_publisher(cfg, context, trainer, link) as publisher,
@@ -103,19 +105,6 @@ def _step(trainer: Trainer, publisher: WeightPublisher, command: Message) -> Ste
     report = trainer.step(decode(command.header, command.buffers), before_update=publisher.wait_gathered)
     publisher.publish(trainer.version)
     return report
-
-
-def _open_trainer(cfg: Config, context: RunContext) -> Trainer:
-    """The trainer of this rank, at its last checkpoint when the run is resumed."""
-    from asyncrl.training.mesh import needed_backend
-    from asyncrl.training.step import build_trainer
-
-    if backend := needed_backend(cfg, context.world_size):
-        context.init_process_group(backend)
-    trainer = build_trainer(cfg, context.rank, context.world_size)
-    if cfg.resume:
-        trainer.load_latest(context.run_dir / "checkpoints")
-    return trainer
 
 
 def _open_publisher(cfg: Config, context: RunContext, trainer: Trainer, link: BlockingDialer) -> WeightPublisher:

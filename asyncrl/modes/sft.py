@@ -64,12 +64,14 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> None:
     from transformers import AutoTokenizer
 
     from asyncrl.data.corpus import batch_indices, open_corpus
+    from asyncrl.training.opening import open_trainer
+    from asyncrl.training.sft import SftTrainer
 
     corpus, heldout = open_corpus(cfg, "train"), open_corpus(cfg, "heldout")
     assert corpus is not None, "both sources have training conversations"
     if not cfg.model.path:
         cfg = with_new_model(cfg, context, corpus)
-    trainer = open_trainer(cfg, context)
+    trainer = open_trainer(cfg, context, SftTrainer)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
     unseen = encoded(heldout, tokenizer, range(len(heldout)), cfg) if heldout else []
     if reporter is not None:
@@ -140,26 +142,6 @@ def write_new_model(cfg: Config, corpus: Corpus, folder: Path) -> None:
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
     temporary.rename(folder)
-
-
-def open_trainer(cfg: Config, context: RunContext) -> SftTrainer:
-    """The trainer of this rank, at its last checkpoint when the run is resumed."""
-    import torch
-
-    from asyncrl.training.mesh import needed_backend, open_mesh
-    from asyncrl.training.model import DTYPES, load_policy
-    from asyncrl.training.sft import SftTrainer
-
-    if backend := needed_backend(cfg, context.world_size):
-        context.init_process_group(backend)
-    mesh = open_mesh(context.rank, context.world_size)
-    if mesh.device.type == "cpu":
-        torch.set_num_threads(cfg.trainer.threads)
-    policy = load_policy(cfg.model.path, DTYPES[cfg.trainer.master_dtype], cfg.trainer.logprob_chunk)
-    trainer = SftTrainer(cfg, policy, mesh)
-    if cfg.resume:
-        trainer.load_latest(context.run_dir / "checkpoints")
-    return trainer
 
 
 def encoded(corpus: Corpus, tokenizer: Tokenizer, indices: Iterable[int], cfg: Config) -> list[Conversation]:

@@ -56,6 +56,7 @@ class Summary:
     accuracy_initial: float | None = None  # greedy, held out, at the lowest step evaluated
     accuracy_final: float | None = None  # at the highest step evaluated
     accuracy_final_step: int | None = None
+    accuracy_final_failed: int | None = None  # of its items, those whose answer got no score; they count as wrong
     reward_last: float | None = None
     tokens_generated: int = 0
     tokens_trained: int = 0
@@ -146,6 +147,7 @@ class SummaryBuilder:
         self.attempt = -1
         self._wall: dict[int, float] = {}  # attempt -> last time_s
         self._accuracy: dict[int, float] = {}  # step -> accuracy
+        self._unscored: dict[int, int | None] = {}  # step -> held-out items without a score
         self._step_s, self._stale, self._pause, self._mismatch = (WeightedMean() for _ in range(4))
         self._max: dict[str, float] = {}
 
@@ -156,6 +158,7 @@ class SummaryBuilder:
         self._wall[attempt] = max(self._wall.get(attempt, 0.0), record.get("time_s", 0.0))
         if record.get("eval/accuracy") is not None:
             self._accuracy[record["step"]] = record["eval/accuracy"]
+            self._unscored[record["step"]] = record.get("eval/failed")
         if "step_s" not in record:  # an evaluation, which may be of an older step
             return
         self.latest.update({key: value for key, value in record.items() if value is not None})
@@ -188,6 +191,7 @@ class SummaryBuilder:
             accuracy_initial=self._accuracy[steps_evaluated[0]] if steps_evaluated else None,
             accuracy_final=self._accuracy[steps_evaluated[-1]] if steps_evaluated else None,
             accuracy_final_step=steps_evaluated[-1] if steps_evaluated else None,
+            accuracy_final_failed=self._unscored[steps_evaluated[-1]] if steps_evaluated else None,
             reward_last=self.latest.get("reward/mean"),
             tokens_generated=generated,
             tokens_trained=trained,

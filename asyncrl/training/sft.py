@@ -18,10 +18,10 @@ from asyncrl.data.chat import Conversation
 from asyncrl.training.documents import Documents
 from asyncrl.training.exact import exact
 from asyncrl.training.metrics import StepReport
-from asyncrl.training.optim import learning_rate, local_square_norm
+from asyncrl.training.optim import local_square_norm
 from asyncrl.training.packing import PackedBatch
 from asyncrl.training.sharding import sum_gradients
-from asyncrl.training.step import Trainer, reason_to_skip
+from asyncrl.training.step import Trainer
 
 # What takes the place of a micro-batch that a rank does not have: one token to predict, masked.
 _DUMMY = Conversation(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.bool_))
@@ -42,18 +42,8 @@ class SftTrainer(Trainer):
         report = StepReport(
             loss=float(rows[:, 0].sum()),
             grad_norm=float((rows[:, 1].sum() if self.sharded else rows[0, 1]).sqrt()),
-            lr=learning_rate(self.version, self.cfg.trainer.steps, self.cfg.optim),
-            tokens=tokens,
-            samples=len(batch),
         )
-        report.skipped = reason_to_skip(tokens, report.loss, report.grad_norm)
-        if report.skipped is None:
-            self.update(report)
-        else:
-            self.skipped[report.skipped] += 1
-        self.optimizer.zero_grad(set_to_none=True)
-        self.version += 1
-        report.version = self.version
+        self.finish(report, tokens, len(batch))
         return report
 
     def loss(self, batch: Sequence[Conversation]) -> float:

@@ -28,9 +28,9 @@ from asyncrl.rollouts.types import TrainSample
 from asyncrl.training import checkpoint
 from asyncrl.training.errors import BatchError, ModelError
 from asyncrl.training.exact import exact
-from asyncrl.training.mesh import Mesh, open_mesh
+from asyncrl.training.mesh import Mesh
 from asyncrl.training.metrics import StepReport, StepSums
-from asyncrl.training.model import DTYPES, Policy, load_policy
+from asyncrl.training.model import DTYPES, Policy
 from asyncrl.training.noise import noise_floor, score_in_halves
 from asyncrl.training.optim import (
     build_optimizer,
@@ -106,27 +106,34 @@ class Trainer:
             if self.mesh.world_size > 1 and not self.sharded:
                 sum_gradients(self.parameters, self.mesh)
         report = sums.reduce(self.mesh, local_square_norm(self.parameters), self.sharded, samples)
+        clock.append(time.perf_counter())
+        clock.append(self.finish(report, tokens, samples, before_update))
+        clock.append(time.perf_counter())
+        report.micro_batches = len(batches)
+        report.seconds, report.forward_backward_s = clock[-1] - clock[0], clock[1] - clock[0]
+        report.gather_wait_s, report.optimizer_s = clock[-2] - clock[1], clock[-1] - clock[-2]
+        return report
+
+    def finish(
+        self, report: StepReport, tokens: int, samples: int, before_update: Callable[[], Any] = lambda: None
+    ) -> float:
+        """The end of every step, once ``report`` knows loss and gradient norm: update or skip, a new version.
+
+        Returns the time (``perf_counter``) at which ``before_update`` was back.
+        """
         report.lr = learning_rate(self.version, self.cfg.trainer.steps, self.cfg.optim)
         report.skipped = reason_to_skip(tokens, report.loss, report.grad_norm)
-        clock.append(time.perf_counter())
         if report.skipped is None:
             before_update()
-            clock.append(time.perf_counter())
+        waited_until = time.perf_counter()
+        if report.skipped is None:
             self.update(report)
         else:
             self.skipped[report.skipped] += 1
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
-        clock.append(time.perf_counter())
-        report.version, report.tokens, report.samples, report.micro_batches = (
-            self.version,
-            tokens,
-            samples,
-            len(batches),
-        )
-        report.seconds, report.forward_backward_s = clock[-1] - clock[0], clock[1] - clock[0]
-        report.gather_wait_s, report.optimizer_s = clock[-2] - clock[1], clock[-1] - clock[-2]
-        return report
+        report.version, report.tokens, report.samples = self.version, tokens, samples
+        return waited_until
 
     def update(self, report: StepReport) -> None:
         """Clips, sets the learning rate and steps the optimizer."""
@@ -187,20 +194,3 @@ def reason_to_skip(tokens: int, loss: float, norm: float) -> str | None:
     if not math.isfinite(norm):
         return "gradient_not_finite"
     return None
-
-
-def build_trainer(cfg: Config, rank: int, world_size: int, device: torch.device | None = None) -> Trainer:
-    """Loads ``cfg.model.path`` and builds this rank's trainer.
-
-    With more than one rank, or bf16 compute, ``torch.distributed`` must be initialised before.
-    """
-    if cfg.model.compute_dtype not in DTYPES or cfg.trainer.master_dtype not in DTYPES:
-        raise ValueError(f"model.compute_dtype and trainer.master_dtype must be one of {', '.join(DTYPES)}")
-    mesh = open_mesh(rank, world_size, device)
-    if mesh.device.type == "cpu":
-        torch.set_num_threads(cfg.trainer.threads)
-    policy = load_policy(cfg.model.path, DTYPES[cfg.trainer.master_dtype], cfg.trainer.logprob_chunk)
-    return Trainer(cfg, policy, mesh)
-
-
-__all__ = ["StepReport", "Trainer", "build_trainer"]

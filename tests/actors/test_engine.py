@@ -6,10 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from asyncrl.actors.engine import is_cpu_build, prepare_environment, sample_seed, stop_token_ids
+from asyncrl.actors.engine import (
+    Completion,
+    Engine,
+    EngineBroken,
+    is_cpu_build,
+    prepare_environment,
+    sample_seed,
+    stop_token_ids,
+)
+from asyncrl.actors.versions import VersionSpans
 from asyncrl.config.schema import GeneratorConfig
 
 
@@ -52,3 +63,30 @@ def test_environment(monkeypatch):
 def test_torch_is_not_imported_before_the_environment_is_set():
     code = "import sys, asyncrl.actors.generator; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def completion(ids: list[int], of: list[int], logprobs: list[float], reason: str = "stop") -> Completion:
+    """What becomes of a finished request of vLLM (a fake: its fields that we read)."""
+    drawn = SimpleNamespace(
+        token_ids=ids, finish_reason=reason, logprobs=SimpleNamespace(token_ids=of, logprobs=logprobs)
+    )
+    output = SimpleNamespace(outputs=[drawn], num_cached_tokens=2)
+    return Engine._completion(None, output, VersionSpans(4))  # type: ignore[arg-type]
+
+
+def test_logprobs_of_other_tokens_than_the_sampled_ones_break_the_engine():
+    assert completion([5, 6], [5, 6], [-0.5, -1.0]).versions.tolist() == [4, 4]
+    with pytest.raises(EngineBroken, match=r"log-probs of tokens \[5, 7\] came with tokens \[5, 6\]"):
+        completion([5, 6], [5, 7], [-0.5, -1.0])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_sample_with_a_logprob_that_is_no_number_fails(value):
+    found = completion([5, 6], [5, 6], [-0.5, value])
+    assert found.finish_reason == "failed" and found.failure == f"token 1 has log-prob {value}"
+    assert len(found.token_ids) == 0 and found.logprobs.dtype == np.float32
+
+
+def test_a_request_that_the_engine_gave_up_fails():
+    found = completion([5], [5], [-0.5], reason="abort")
+    assert found.finish_reason == "failed" and found.failure == "the engine ended the request with abort"

@@ -170,6 +170,12 @@ def test_ways_of_moving_weights(make, changes, place, gpus, expected):
     assert keys(make(**changes), gpus, **place) == expected
 
 
+def test_ranks_of_other_machines_need_an_address_that_they_reach(make, tmp_path):
+    across = {"world_size": 4, "local_world_size": 2}
+    assert keys(make(), **across) == ["transport.host"]
+    assert keys(make(**{"transport.host": "10.0.0.1", "transport.keys_dir": str(tmp_path)}), **across) == []
+
+
 def test_a_machine_without_gpus_gets_the_remedy(make):
     with pytest.raises(ConfigError, match=r"ipc moves weights from GPU to GPU and none is here\n    -> set it to zmq"):
         check(make(**{"weights.backend": "ipc"}), Place(), 0)

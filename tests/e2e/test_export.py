@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.load import REPOSITORY
-from asyncrl.training.step import build_trainer
+from asyncrl.training.opening import build_trainer
 from tests.e2e.serve_folders import MAX_TOKENS
 from tests.training.tiny import make_samples, tiny_run
 

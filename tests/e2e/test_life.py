@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.transport.keys import main as keys_main
+from tests.e2e.calls import Calls
 from tests.e2e.command import run, settings, steps, summary, trained_once
 
 pytestmark = pytest.mark.timeout(900)
@@ -12,8 +13,10 @@ pytestmark = pytest.mark.timeout(900)
 
 def test_a_run_finishes_and_accounts_for_every_group(tmp_path):
     """prime-rl #2990, #3050: deadlocks at the last version and at shutdown."""
-    run_dir = tmp_path / "run"
-    run(tmp_path, settings(run_dir))
+    run_dir, calls = tmp_path / "run", Calls(tmp_path)
+    offline_wandb = {"WANDB_MODE": "offline"}
+    run(tmp_path, settings(run_dir, report__wandb__enabled="true"), env={**calls.env, **offline_wandb})
+    assert ("connect", "127.0.0.1") in calls.all() and calls.away() == set(), "a run calls nobody"
     result = summary(run_dir)
     law = result["conservation"]
     proven = [

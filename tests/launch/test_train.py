@@ -83,6 +83,16 @@ def test_dry_run_writes_what_every_process_reads_without_importing_torch(here, w
     assert sorted(path.name for path in here.iterdir()) == ["outputs"], "Hydra leaves nothing behind"
 
 
+@pytest.mark.parametrize("experiment", sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml")))
+def test_every_experiment_is_accepted(here, watched, experiment):
+    """On CPUs and with a model of the folder's own where one must be made first."""
+    command = [sys.executable, TRAIN, f"+experiment={experiment}", "run.dry=true", "model.compute_dtype=float32"]
+    model = [] if experiment == "sft" else ["model.path=../model"]
+    result = subprocess.run([*command, *model], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert load_config(here / "outputs" / "latest").trainer.steps > 0
+
+
 WRONG = [
     (["optim.lrr=1"], ["optim.lrr: no such key", "did you mean optim.lr?"]),
     (["+optim.lrr=1"], ["optim.lrr: no such key", "did you mean optim.lr?"]),

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.config.files import save_config
 from asyncrl.modes import reference
 from asyncrl.rollouts.types import Prompt
-from asyncrl.training.step import build_trainer
+from asyncrl.training.opening import build_trainer
 from tests.training.ranks import run_ranks
 from tests.training.test_ranks import all_weights
 from tests.training.tiny import VOCAB, tiny_folder, tiny_run

@@ -55,10 +55,13 @@ def test_figures_of_a_run():
     builder.add(step(1, **{"staleness/mean": 0.0, "staleness/max": 0, "train/tokens": 100, "tokens/trained": 100}))
     builder.add(step(2, **{"staleness/mean": 1.0, "staleness/max": 2, "train/tokens": 300, "tokens/trained": 400}))
     builder.add(step(3, **{"staleness/mean": None, "staleness/max": 1, "train/tokens": 0, "tokens/generated": 900}))
-    builder.add({"step": 2, "attempt": 0, "time_s": 31.0, "eval/accuracy": 0.7})  # late, of an older step
+    builder.add(
+        {"step": 2, "attempt": 0, "time_s": 31.0, "eval/accuracy": 0.7, "eval/failed": 3}
+    )  # late, of an older step
     summary = builder.build("grpo", 1, "finished", "", wall_s=40.0)
     assert (summary.steps, summary.attempts, summary.wall_s) == (3, 1, 40.0)
     assert (summary.accuracy_initial, summary.accuracy_final, summary.accuracy_final_step) == (0.4, 0.7, 2)
+    assert summary.accuracy_final_failed == 3
     assert summary.staleness_mean == pytest.approx(0.75)
     assert (summary.staleness_max, summary.step_s_mean) == (2, 2.0)
     assert (summary.tokens_generated, summary.tokens_trained) == (900, 400)

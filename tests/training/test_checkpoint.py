@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.training import checkpoint, export
 from asyncrl.training.errors import CheckpointError
-from asyncrl.training.step import build_trainer
+from asyncrl.training.opening import build_trainer
 from tests.training.tiny import make_samples, tiny_folder, tiny_run
 
 

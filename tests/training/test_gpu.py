@@ -12,8 +12,9 @@ from asyncrl.training.documents import Documents
 from asyncrl.training.head import selected_logprob_entropy
 from asyncrl.training.mesh import open_mesh
 from asyncrl.training.model import prepare
+from asyncrl.training.opening import build_trainer
 from asyncrl.training.packing import pack
-from asyncrl.training.step import Trainer, build_trainer
+from asyncrl.training.step import Trainer
 from tests.training.ranks import run_ranks
 from tests.training.tiny import make_samples, tiny_folder, tiny_lm, tiny_run
 

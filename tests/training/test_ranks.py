@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.training import checkpoint
 from asyncrl.training.errors import BatchError, CheckpointError
+from asyncrl.training.opening import build_trainer
 from asyncrl.training.sharding import local
-from asyncrl.training.step import Trainer, build_trainer
+from asyncrl.training.step import Trainer
 from tests.training.ranks import run_ranks
 from tests.training.tiny import make_samples, tiny_folder, tiny_run
 

@@ -13,7 +13,8 @@ from asyncrl.training.errors import BatchError, ModelError
 from asyncrl.training.exact import exact
 from asyncrl.training.mesh import needed_backend, open_mesh
 from asyncrl.training.model import prepare
-from asyncrl.training.step import Trainer, build_trainer
+from asyncrl.training.opening import build_trainer
+from asyncrl.training.step import Trainer
 from tests.training.tiny import make_samples, tiny_folder, tiny_lm, tiny_run
 
 

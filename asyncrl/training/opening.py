@@ -1,0 +1,44 @@
+"""From a configuration to the trainer of one rank, at its last checkpoint when the run is resumed."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from asyncrl.config.context import RunContext
+from asyncrl.config.schema import Config
+from asyncrl.training.mesh import needed_backend, open_mesh
+from asyncrl.training.model import DTYPES, load_policy
+from asyncrl.training.step import Trainer
+
+T = TypeVar("T", bound=Trainer)
+
+
+def build_trainer(
+    cfg: Config,
+    rank: int,
+    world_size: int,
+    device: torch.device | None = None,
+    kind: type[T] = Trainer,  # type: ignore[assignment]
+) -> T:
+    """Loads ``cfg.model.path`` and builds this rank's trainer.
+
+    With more than one rank, or bf16 compute, ``torch.distributed`` must be initialised before.
+    """
+    if cfg.model.compute_dtype not in DTYPES or cfg.trainer.master_dtype not in DTYPES:
+        raise ValueError(f"model.compute_dtype and trainer.master_dtype must be one of {', '.join(DTYPES)}")
+    mesh = open_mesh(rank, world_size, device)
+    if mesh.device.type == "cpu":
+        torch.set_num_threads(cfg.trainer.threads)
+    return kind(cfg, load_policy(cfg.model.path, DTYPES[cfg.trainer.master_dtype], cfg.trainer.logprob_chunk), mesh)
+
+
+def open_trainer(cfg: Config, context: RunContext, kind: type[T]) -> T:
+    """Collective. The trainer of a run's rank; makes the process group if one is needed."""
+    if backend := needed_backend(cfg, context.world_size):
+        context.init_process_group(backend)
+    trainer = build_trainer(cfg, context.rank, context.world_size, kind=kind)
+    if cfg.resume:
+        trainer.load_latest(context.run_dir / "checkpoints")
+    return trainer
