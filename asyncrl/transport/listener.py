@@ -19,8 +19,9 @@ from asyncrl.transport.session import Handshake, Inbox, Outbox, Session
 class Listener(BaseLink):
     """Binds a port; peers come and go, each under a name of its own.
 
-    ``recv`` also reports them: kind ``"$joined"`` (header: session) and ``"$left"`` (header: session, reason,
-    unacknowledged: how many of our messages it may not have consumed), with ``Message.peer`` set.
+    ``recv`` also reports them: kind ``"$joined"`` (header: session) and ``"$left"`` (header: session, reason, goodbye:
+    whether it said so itself, unacknowledged: how many of our messages it may not have consumed), with ``Message.peer``
+    set.
 
     A name belongs to the latest process that announced it. ``cursors`` maps (peer, session) to the last sequence number
     that an earlier life of this process made durable, for consumers that are done in order.
@@ -53,6 +54,11 @@ class Listener(BaseLink):
     def peers(self) -> set[str]:
         """Names of the peers that are here."""
         return set(self._sessions)
+
+    def session_id(self, peer: str) -> int | None:
+        """``Message.session`` of the process that is here as ``peer``; None if none is."""
+        session = self._sessions.get(peer)
+        return None if session is None else session.inbox.stream
 
     async def start(self) -> str:
         """Bind and return the endpoint with the real port; ``OSError`` if that is not possible."""
@@ -151,18 +157,18 @@ class Listener(BaseLink):
             inbox = Inbox(hello.stream, self._credit, received=self._cursors.get(key, 0))
         return Session(hello.name, Outbox(new_stream()), inbox, self._clock())
 
-    def _leave(self, session: Session, reason: str) -> None:
+    def _leave(self, session: Session, reason: str, goodbye: bool = False) -> None:
         self._sessions.pop(session.name, None)
         self._routes.pop(session.route, None)
         session.established = False
         lost = session.outbox.abandon(PeerLost(f"{self.name} lost {session.name}: {reason}"))
         stream = session.inbox.stream
-        header = {"session": stream, "reason": reason, "unacknowledged": lost}
+        header = {"session": stream, "reason": reason, "goodbye": goodbye, "unacknowledged": lost}
         self._count["left"] += 1
         self._mailbox.put(Message("$left", header, (), session.name, stream))
 
     def _on_bye(self, session: Session, reason: str) -> None:
-        self._leave(session, reason)
+        self._leave(session, reason, goodbye=True)
 
     def _on_silence(self, session: Session, seconds: float) -> None:
         self._leave(session, f"not heard for {seconds:.1f} s")

@@ -8,11 +8,13 @@
     verify{v} digests ------> staged ->
     load{v} ------------------------------------------------> pause, load and compare, finish, resume
                               loaded ->                      committed ->
-    dropped{reason} --------> missed a deadline ------------>
+    dropped{reason} --------> missed a deadline, lost a link ->
 
 ``mismatch`` names every tensor whose digest differs from the publisher's or that the engine did not want.
 ``loaded`` carries the digest of all that the worker handed to the model, computed from those tensors.
 Workers are counted by the rank vLLM gives them; an engine takes part once all its workers and its frontend are here.
+The frontend subscribes last, once the publisher knows all the workers. One that finds a worker's link missing then is
+``dropped`` at once: its worker would not subscribe a second time.
 """
 
 from __future__ import annotations

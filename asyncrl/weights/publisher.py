@@ -64,6 +64,10 @@ class SyncReport:
     pause_s: float = 0.0  # generation stood still
 
 
+class _Drops:
+    """Work for the publisher's thread: tell who was dropped."""
+
+
 @dataclass
 class _Job:
     version: int
@@ -97,8 +101,9 @@ class WeightPublisher:
 
         ``wire_dtype``: of ``manifest.WIRE_DTYPES``; empty sends each tensor as it is. ``group``: used by this
         publisher alone, with a timeout beyond ``deadline_s``; None makes one if ``world`` > 1 (a collective call).
-        ``deadline_s``: for every single phase of an engine. ``on_drop(engine, reason)`` and, once an engine serves a
-        version, ``on_served(engine, version, digest)``: called on rank 0, from the publisher's thread.
+        ``deadline_s``: for every single phase of an engine. ``on_drop(engine, reason)``, at the end of a push or, for
+        an engine that fails between two, at once, and, once an engine serves a version, ``on_served(engine, version,
+        digest)``: called on rank 0, from the publisher's thread.
         ``plane``: how rank 0 moves bytes; None: in messages. ``listener_options``: see ``Listener`` (address, keys,
         heartbeat_s, ...).
         """
@@ -116,9 +121,11 @@ class WeightPublisher:
         self._stream: torch.cuda.Stream | None = None
         self._error: BaseException | None = None
         self._leaving = False  # what a push in progress dies of is of no interest any more
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | _Drops | None] = queue.SimpleQueue()
         self._last: _Job | None = None
-        self._hub = Hub(deadline_s, self._plane, **listener_options) if rank == 0 else None
+        self._hub = (
+            Hub(deadline_s, self._plane, lambda: self._jobs.put(_Drops()), **listener_options) if rank == 0 else None
+        )
         self.endpoint = self._hub.endpoint if self._hub else ""
         self._thread = threading.Thread(target=self._run, name=f"publisher rank {rank}", daemon=True)
         self._thread.start()
@@ -178,6 +185,9 @@ class WeightPublisher:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if isinstance(job, _Drops):
+                self._run_drops()
+                continue
             try:
                 if self._error is None:
                     with torch.no_grad(), self._beside(job):
@@ -189,6 +199,17 @@ class WeightPublisher:
             finally:
                 job.gathered.set()
                 job.finished.set()
+
+    def _run_drops(self) -> None:
+        hub = self._hub
+        if hub is None or self._error is not None:
+            return
+        try:
+            self._tell_dropped(hub)
+        except BaseException as error:  # raised again in the trainer's thread by ``_check``
+            if not self._leaving:
+                log.exception("telling who was dropped failed")
+            self._error = error
 
     @contextmanager
     def _beside(self, job: _Job) -> Iterator[None]:
@@ -231,15 +252,18 @@ class WeightPublisher:
 
     def _tell(self, hub: Hub, report: SyncReport) -> None:
         """Name the engines that were dropped, and those that serve the version."""
-        dropped, hub.subscribers.dropped = hub.subscribers.dropped, {}
-        report.dropped.update(dropped)
+        report.dropped.update(self._tell_dropped(hub))
+        for engine in report.engines:
+            if self._on_served:
+                self._on_served(engine, report.version, report.digest)
+
+    def _tell_dropped(self, hub: Hub) -> dict[str, str]:
+        dropped = hub.run(hub.subscribers.take_dropped(), self._deadline_s, "the names of dropped engines")
         for engine, reason in dropped.items():
             log.warning("%s is dropped: it %s", engine, reason)
             if self._on_drop:
                 self._on_drop(engine, reason)
-        for engine in report.engines:
-            if self._on_served:
-                self._on_served(engine, report.version, report.digest)
+        return dropped
 
     def _decide(self, decision: int | None) -> int:
         """Rank 0's decision, on all ranks."""

@@ -2,7 +2,8 @@
 
 Lives on its own event loop in a thread of trainer rank 0 (``Hub``), so that heartbeats go on while the publisher's
 thread gathers. An engine that fails a phase, by an error, a lost link or a missed deadline, is dropped with the reason;
-the others go on.
+the others go on. So is one that reports an error or loses a link between pushes: it could not take the next version
+and would go on with the last one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class EngineFailed(RuntimeError):
 class Engine:
     """One generator's links. Complete once its frontend and all its workers are here.
 
-    ``failed`` ends with the error that the engine reported or that cut a link, and never otherwise.
+    ``failed`` ends with the error that the engine reported or that cut a link, and never otherwise. ``sessions``: which
+    process is behind each peer's name, so that a successor that goes by the same name is told apart.
     """
 
     name: str
@@ -47,7 +49,8 @@ class Engine:
     version: int = -1  # committed last
     digest: str = ""  # of that version, as its workers computed it from what they loaded
     dropped: bool = False
-    left: set[str] = field(default_factory=set)  # peers whose link was lost
+    sessions: dict[str, int] = field(default_factory=dict)  # by peer
+    phases: int = 0  # of a push, under way with it
     line: Any = None  # what the data plane keeps of this engine
 
     @property
@@ -72,13 +75,17 @@ class Timings:
 class Subscribers:
     """Methods run on the hub's loop."""
 
-    def __init__(self, listener: Listener, deadline_s: float, plane: SendingPlane) -> None:
-        self._listener, self._deadline_s, self._plane = listener, deadline_s, plane
+    def __init__(
+        self, listener: Listener, deadline_s: float, plane: SendingPlane, on_drop: Callable[[], None] = lambda: None
+    ) -> None:
+        """``on_drop()`` says that there is something in ``dropped``; it must return at once."""
+        self._listener, self._deadline_s, self._plane, self._on_drop = listener, deadline_s, plane, on_drop
         plane.attach(listener, deadline_s)
         self._engines: dict[str, Engine] = {}
         self._engine_of: dict[str, Engine] = {}
         self._answers: dict[tuple[str, str, int], asyncio.Future[dict[str, Any]]] = {}
         self._arrivals: list[asyncio.Future[None]] = []
+        self._telling: set[asyncio.Task[None]] = set()
         self.dropped: dict[str, str] = {}  # name -> reason; the publisher takes and clears them
 
     # -- who is here --------------------------------------------------------------------------------------------------
@@ -104,16 +111,21 @@ class Subscribers:
 
     def _handle(self, message: Message) -> None:
         kind, header, peer = message.kind, message.header, message.peer
-        if kind == "$left":
-            self._lost(peer, f"{peer} left: {header['reason']}")
-        elif kind == "subscribe":
-            self._subscribe(peer, header)
-        elif kind in ("mismatch", "failed"):
-            self._fail(peer, EngineFailed(f"{peer}: {header['reason']}"))
+        if kind == "subscribe":
+            self._subscribe(message)
+        elif kind == "$left" or kind in ("mismatch", "failed"):
+            engine = self._engine_of.get(peer)
+            if engine is None or engine.sessions[peer] != message.session:
+                return  # dropped meanwhile; its name may be a successor's
+            if kind == "$left":
+                self._lost(engine, peer, header)
+            else:
+                self._fail(engine, EngineFailed(f"{peer}: {header['reason']}"))
         elif not kind.startswith("$"):
             self._answer(peer, kind, header)
 
-    def _subscribe(self, peer: str, header: dict[str, Any]) -> None:
+    def _subscribe(self, message: Message) -> None:
+        header, peer = message.header, message.peer
         name = header["generator"]
         engine = self._engines.get(name)
         if engine is None:
@@ -126,17 +138,28 @@ class Subscribers:
             engine.expected = header["workers"]
             engine.workers[header["rank"]] = peer
         self._engine_of[peer] = engine
+        engine.sessions[peer] = message.session
+        if header["role"] == "frontend" and not engine.complete:  # see ``messages``: its workers come before it
+            self._drop(engine, "came without its workers: the link of one of them was lost")
         arrivals, self._arrivals = self._arrivals, []
         for arrival in arrivals:
             if not arrival.done():
                 arrival.set_result(None)
 
-    def _lost(self, peer: str, reason: str) -> None:
-        self._fail(peer, PeerLost(reason))
-        engine = self._engine_of.get(peer)
-        if engine is not None:
-            engine.left.add(peer)
-            self._forget(engine)
+    def _lost(self, engine: Engine, peer: str, header: dict[str, Any]) -> None:
+        """Without one of its links an engine cannot take another version."""
+        # one that says goodbye ends in order, and one without its frontend is not known to the controller as ready
+        ends = not engine.frontend or (peer == engine.frontend and header["goodbye"])
+        self._forget(engine)
+        self._fail(engine, PeerLost(f"{peer} left: {header['reason']}"), tell=not ends)
+
+    def _fail(self, engine: Engine, error: Exception, tell: bool = True) -> None:
+        """End every wait for ``engine``, which drops it; while there is none drop it here, if that is to be told."""
+        if not engine.failed.done():
+            engine.failed.set_exception(error)
+            engine.failed.exception()  # noticed, even if no wait for it begins
+        if tell and not engine.phases:
+            self._drop(engine, f"failed while nothing was asked of it: {error}")
 
     def _forget(self, engine: Engine) -> None:
         """Take ``engine`` out of the books, but not a newer one that goes by its names."""
@@ -212,31 +235,50 @@ class Subscribers:
 
     async def _each(self, engines: list[Engine], work: Callable[[Engine], Awaitable[None]], what: str) -> list[Engine]:
         """Run ``work`` for all engines at once, drop those for which it fails, return the others."""
+        for engine in engines:
+            engine.phases += 1
         results = await asyncio.gather(*(_unless_failed(engine, work) for engine in engines), return_exceptions=True)
+        for engine in engines:
+            engine.phases -= 1
         kept = []
         for engine, result in zip(engines, results, strict=True):
-            if result is None:
+            if result is None and engine.failed.done():  # it did, and failed while others were waited for
+                self._drop(engine, f"failed after it did {what}: {engine.failed.exception()}")
+            elif result is None:
                 kept.append(engine)
             elif isinstance(result, (TransportError, EngineFailed)):
-                await self._drop(engine, f"did not {what}: {result}")
+                self._drop(engine, f"did not {what}: {result}")
             else:
                 raise result
         return kept
 
-    async def _drop(self, engine: Engine, reason: str) -> None:
+    def _drop(self, engine: Engine, reason: str) -> None:
+        """Take ``engine`` out of the books and say so: to the publisher's owner and on the links that it still has."""
         if engine.dropped:
             return
         engine.dropped = True
         self._forget(engine)
-        if any(peer in self._listener.peers for peer in engine.left):
+        here = {peer: self._listener.session_id(peer) for peer in engine.sessions}
+        if any(session not in (None, engine.sessions[peer]) for peer, session in here.items()):
             return  # a restarted generator goes by these names already; the controller knows that the old one is gone
         self.dropped[engine.name] = reason
-        for peer in engine.peers:
-            if peer in self._listener.peers:
-                # told without waiting: it may be the one that does not listen
-                await asyncio.gather(
-                    self._listener.send(peer, "dropped", {"reason": reason}, deadline_s=0.1), return_exceptions=True
-                )
+        self._on_drop()
+        for peer, session in here.items():
+            if session is not None:
+                task = asyncio.create_task(self._tell_dropped(peer, reason))
+                self._telling.add(task)
+                task.add_done_callback(self._telling.discard)
+
+    async def _tell_dropped(self, peer: str, reason: str) -> None:
+        try:
+            await self._listener.send(peer, "dropped", {"reason": reason}, deadline_s=self._deadline_s)
+        except TransportError as error:  # a frontend that comes back is told then
+            log.info("%s could not be told that it is dropped: %s", peer, error)
+
+    async def take_dropped(self) -> dict[str, str]:
+        """Engines dropped since the last call, with the reasons."""
+        taken, self.dropped = self.dropped, {}
+        return taken
 
     # -- questions and answers ----------------------------------------------------------------------------------------
 
@@ -265,13 +307,6 @@ class Subscribers:
         if future is not None and not future.done():  # else: from an engine dropped meanwhile
             future.set_result(header)
 
-    def _fail(self, peer: str, error: Exception) -> None:
-        """End every wait for the engine of ``peer``."""
-        engine = self._engine_of.get(peer)
-        if engine is not None and not engine.failed.done():
-            engine.failed.set_exception(error)
-            engine.failed.exception()  # noticed, even if no wait for it begins
-
 
 async def _unless_failed(engine: Engine, work: Callable[[Engine], Awaitable[None]]) -> None:
     """``work(engine)``, cut short by the engine's failure."""
@@ -286,17 +321,19 @@ async def _unless_failed(engine: Engine, work: Callable[[Engine], Awaitable[None
 class Hub:
     """An event loop in a thread, with the publisher's listener on it."""
 
-    def __init__(self, deadline_s: float, plane: SendingPlane, **listener_options: Any) -> None:
+    def __init__(
+        self, deadline_s: float, plane: SendingPlane, on_drop: Callable[[], None], **listener_options: Any
+    ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="asyncrl publisher links", daemon=True)
         self._thread.start()
-        self._options, self._deadline_s, self._plane = listener_options, deadline_s, plane
+        self._options, self._deadline_s, self._plane, self._on_drop = listener_options, deadline_s, plane, on_drop
         self.endpoint = self.run(self._open(), 30, "the publisher to bind")
 
     async def _open(self) -> str:
         self._listener = Listener("publisher", PUBLISHER_SCHEMA, **self._options)
         endpoint = await self._listener.start()
-        self.subscribers = Subscribers(self._listener, self._deadline_s, self._plane)
+        self.subscribers = Subscribers(self._listener, self._deadline_s, self._plane, self._on_drop)
         self._receiving = asyncio.create_task(self.subscribers.receive())
         self._receiving.add_done_callback(self._ended)
         return endpoint

@@ -19,7 +19,8 @@ from asyncrl.weights.staging import Receiver
 class FakeEngine:
     """``weights`` holds clones of what it loaded last; ``deaf_to`` lists kinds its frontend never answers.
 
-    ``keeps`` its first weights for ever, and commits later versions all the same. ``before_ready`` is called first.
+    ``keeps`` its first weights for ever, and commits later versions all the same. ``before_ready`` is called first,
+    ``before_frontend`` with the engine when all workers have subscribed.
     ``plane(rank)`` makes the data plane of a worker; ``link``: options of all links.
     """
 
@@ -31,6 +32,7 @@ class FakeEngine:
         deaf_to: tuple[str, ...] = (),
         keeps: bool = False,
         before_ready: Callable[[], object] = lambda: None,
+        before_frontend: Callable[[FakeEngine], object] = lambda engine: None,
         plane: Callable[[int], ReceivingPlane | None] = lambda rank: None,
         **link: Any,
     ) -> None:
@@ -43,6 +45,7 @@ class FakeEngine:
         self._link = BlockingDialer(frontend_name(name), PUBLISHER_SCHEMA, endpoint, events=True, **link)
         for receiver in self.receivers:
             receiver.start()
+        before_frontend(self)
         self._link.start()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
