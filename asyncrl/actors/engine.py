@@ -5,6 +5,7 @@ Invariants:
   over, so that no sample has a prompt computed by older weights than its first token;
 - log-probs are those of the distribution that was sampled, temperature applied, and belong to the sampled ids;
 - a prompt is never cut: one that leaves no room is refused;
+- vLLM has no deadlines of its own, so whatever is asked of it here has one, and a request is bounded by ``stalled``;
 - random numbers depend on (seed, ordinal, index) only, never on what else runs.
 
 Facts of vLLM that this file works around, each for a measured reason:
@@ -30,21 +31,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.actors.silence import LOOKS, Silence
 from asyncrl.actors.versions import VersionSpans
 from asyncrl.config.schema import GeneratorConfig
 from asyncrl.weights.vllm_plugin import BACKEND
 
 DRAIN_DEADLINE_S = 30.0
+LINK_GRACE_S = 10.0
 MIN_BATCHED_TOKENS = 4096  # of one engine step on a CPU, where prefills are not chunked
 
 
 class EngineBroken(RuntimeError):
-    """The engine died or may hold a mixture of weights: the process must end."""
+    """The engine died, hangs, or may hold a mixture of weights: the process must end."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ class Engine:
         self._engine_tracks_versions = "weight_version" in finish  # 0.25.1 does not
         self._running: dict[str, _Running] = {}
         self._numbers = itertools.count()
+        self._answered = 0
         self._serving = asyncio.Event()
         self.version = -1  # nothing committed: samples wait
 
@@ -149,11 +153,35 @@ class Engine:
         assert handler is not None
         await asyncio.wait([handler])
 
-    async def link(self, **info: Any) -> None:
-        """Have the workers dial the publisher and stage what it sends. ``info``: see ``ZmqInitInfo``."""
+    async def stalled(self, limit_s: float) -> NoReturn:
+        """Raises ``EngineBroken`` once the engine has had requests for ``limit_s`` and given a token to none of them.
+
+        Updates do not count, they have a deadline of their own. See ``silence`` for what this finds and what it cannot.
+        """
+        silence = Silence()
+        while True:
+            if silence.look(self._progress(), owing=bool(self._running) and self._serving.is_set()):
+                raise EngineBroken(
+                    f"waited {limit_s:g} s for vLLM to draw a token for any of {self.running} requests "
+                    "(generator.token_deadline_s, or half of deadline.batch_s)"
+                )
+            await asyncio.sleep(limit_s / LOOKS)
+
+    async def link(self, *, deadline_s: float, **info: Any) -> None:
+        """Have the workers dial the publisher and stage what it sends. ``info``: see ``ZmqInitInfo``.
+
+        Raises ``EngineBroken`` if the workers cannot, or do not answer.
+        """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        request = WeightTransferInitRequest(init_info={**info, "deadline_s": deadline_s})
+        limit_s = 2 * deadline_s + LINK_GRACE_S  # a worker that lives says first which of its two waits expired
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                await self._llm.init_weight_transfer_engine(request)
+        except Exception as error:
+            late = f"waited {limit_s:g} s for vLLM's workers to answer" if limit.expired() else str(error)
+            raise EngineBroken(f"linking the workers to the publisher failed: {late}") from error
 
     async def sample(self, prompt: Sequence[int], terms: Terms) -> Completion:
         """Draw one completion. Waits while an update is under way. Raises ``EngineBroken`` if the engine dies."""
@@ -168,29 +196,38 @@ class Engine:
             if not running.start_over:
                 return self._completion(output, running.spans)
 
-    async def update(self, version: int) -> float:
+    async def update(self, version: int, deadline_s: float) -> float:
         """Load a version that the workers have staged, requests kept; returns the seconds that generation stood still.
 
-        Raises ``EngineBroken``; the engine then must not be used any more.
+        Raises ``EngineBroken``, also if vLLM is not done within ``deadline_s``; the engine then must not be used any
+        more.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         self._serving.clear()
         began = time.monotonic()
         labelled = {"weight_version": str(version)} if self._engine_tracks_versions else {}
+        doing = "pause generation"
         try:
-            # not AsyncLLM.pause_generation, which does this and sleeps 20 ms for outputs that ``_drain`` waits for
-            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
-            await self._llm.finish_weight_update(**labelled)
-            await self._drain()
-            await self._mark_boundaries(version)
-            self.version = version
-            self._serving.set()
-            await self._llm.resume_generation()
+            async with asyncio.timeout(deadline_s) as limit:
+                # not AsyncLLM.pause_generation, which does this and sleeps 20 ms for outputs that ``_drain`` waits for
+                await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+                doing = "start the update"
+                await self._llm.start_weight_update()
+                doing = "load the weights"
+                await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
+                doing = "finish the update"
+                await self._llm.finish_weight_update(**labelled)
+                doing = "hand over the outputs drawn before the update"
+                await self._drain()
+                await self._mark_boundaries(version)
+                self.version = version
+                self._serving.set()
+                doing = "resume generation"
+                await self._llm.resume_generation()
         except Exception as error:
-            raise EngineBroken(f"the update to version {version} failed: {error}") from error
+            late = f"waited {deadline_s:g} s for vLLM to {doing} (weights.deadline_s)" if limit.expired() else error
+            raise EngineBroken(f"the update to version {version} failed: {late}") from error
         return time.monotonic() - began
 
     def shutdown(self) -> None:
@@ -226,6 +263,7 @@ class Engine:
             raise EngineBroken(f"the engine failed a request: {error}") from error
         finally:
             del self._running[request_id]
+            self._answered += 1
 
     def _completion(self, output: Any, spans: VersionSpans) -> Completion:
         drawn = output.outputs[0]
@@ -278,6 +316,10 @@ class Engine:
                 running.spans.boundary(version, at=drawn)
         if restart:
             await self._llm.abort(restart)
+
+    def _progress(self) -> tuple[int, int]:
+        """Differs from what it was if any request was answered or got a token since."""
+        return self._answered, sum(self._drawn(request_id) or 0 for request_id in self._running)
 
     def _drawn(self, request_id: str) -> int | None:
         """Tokens drawn so far; None if the request has ended and only its task has not noticed."""

@@ -10,6 +10,8 @@ Invariants:
 - no prompt is answered before weights are committed;
 - every sample asked for is answered once, with tokens or with a failure that says why;
 - nothing is drained on the way out: what was not answered is asked of another generator;
+- an engine that hangs, in an update or with requests, ends this process with what was waited for; the publisher's word
+  that it has given this engine up is heard at any moment;
 - whatever ends this process ends the engine's processes too.
 """
 
@@ -35,7 +37,7 @@ from asyncrl.actors.messages import CONTROLLER_SCHEMA, INTS, sample_message
 from asyncrl.config.files import load_config
 from asyncrl.config.schema import Config
 from asyncrl.rollouts.types import Sample
-from asyncrl.transport.errors import PeerLost, TransportError
+from asyncrl.transport.errors import DeadlineExpired, PeerLost, TransportError
 from asyncrl.transport.frames import Message, array_of
 from asyncrl.transport.links import Dialer
 from asyncrl.weights.messages import PUBLISHER_SCHEMA, frontend_name
@@ -66,6 +68,7 @@ class Generator:
         """Serve until a reason to end; raises ``Stop``. ``start_s``: seconds that the engine took to start."""
         self._spawn(self._live(start_s))
         self._spawn(self._watch_engine())
+        self._spawn(self._watch_silence())
         self._spawn(self._watch_controller())
         raise await self._ended
 
@@ -133,8 +136,18 @@ class Generator:
             plane=cfg.weights.backend,
             link={"heartbeat_s": cfg.transport.heartbeat_s, "dead_after_s": cfg.transport.dead_after_s},
         )
+        commands: asyncio.Queue[Message] = asyncio.Queue()
+        self._spawn(self._obey_publisher(link, commands))
         while True:
             message = await link.recv(deadline_s=None, waiting_for="new weights")
+            if message.kind == "dropped":  # not behind the update that may be why
+                raise Stop(1, f"the publisher gave this engine up: it {message.header['reason']}")
+            commands.put_nowait(message)
+
+    async def _obey_publisher(self, link: Dialer, commands: asyncio.Queue[Message]) -> None:
+        """One after the other: a version is announced only to an engine that is done with the last one."""
+        while True:
+            message = await commands.get()
             await self._from_publisher(link, message)
             link.done(message)
 
@@ -151,14 +164,13 @@ class Generator:
                 await link.send("ready", {"version": header["version"]})
             case "load":
                 await self._load(link, header["version"])
-            case "dropped":
-                raise Stop(1, f"the publisher gave this engine up: it {header['reason']}")
 
     async def _load(self, link: Dialer, version: int) -> None:
         try:
-            pause_s = await self._engine.update(version)
+            pause_s = await self._engine.update(version, self._cfg.weights.deadline_s)
         except EngineBroken as error:
-            await link.send("failed", {"version": version, "reason": str(error)}, deadline_s=5)
+            with contextlib.suppress(DeadlineExpired):  # the publisher finds out by its own deadline
+                await link.send("failed", {"version": version, "reason": str(error)}, deadline_s=5)
             raise
         await link.send("committed", {"version": version, "pause_s": pause_s})
         began, nbytes = self._announced
@@ -169,6 +181,10 @@ class Generator:
     async def _watch_engine(self) -> None:
         await self._engine.died()
         raise Stop(1, "vLLM's engine process ended")
+
+    async def _watch_silence(self) -> None:
+        cfg = self._cfg
+        await self._engine.stalled(min(cfg.generator.token_deadline_s, cfg.deadline.batch_s / 2))
 
     async def _watch_controller(self) -> None:
         """A controller that says goodbye ends ``recv``; this is for one that has gone silent."""

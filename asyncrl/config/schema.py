@@ -138,6 +138,9 @@ class GeneratorConfig:
     threads: Positive = 2  # CPU only: OpenMP threads of one engine
     enforce_eager: bool = True
     start_deadline_s: Seconds = 300.0
+    # With requests and without a token for any of them; then the engine is replaced. Never more than half of
+    # deadline.batch_s, or the run would be over first.
+    token_deadline_s: Seconds = 120.0
     max_restarts: Count = 5  # of one replica; then the run ends with the reason
 
 
@@ -175,7 +178,7 @@ class WeightsConfig:
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""  # wire dtype; empty: generator.dtype
     chunk_bytes: Positive = 16 * 2**20
     window_bytes: Positive = 64 * 2**20  # most bytes in flight; ipc and nccl: of GPU memory on the trainer's side
-    deadline_s: Seconds = 120.0
+    deadline_s: Seconds = 120.0  # for one phase of a push, and for vLLM to load it; then the engine is replaced
 
 
 @dataclass
