@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from asyncrl.actors.batches import Batch, cut, payloads
 from asyncrl.actors.messages import sample_of
 from asyncrl.actors.outbox import Outbox
+from asyncrl.actors.patience import Patience
 from asyncrl.actors.progress import Progress
 from asyncrl.actors.recovering import recover_run
 from asyncrl.actors.rollout_desk import RolloutDesk
@@ -61,6 +63,7 @@ class Conductor:
         self._stopping = False
         self._inbox: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
         self._handled: list[Message] = []  # to be acknowledged once the ledger has them
+        self._patience = Patience(cfg.deadline, time.monotonic)
 
     def resume(self, version: int, replay: list[tuple[int, list[Group]]]) -> None:
         """Go on from a checkpoint of ``version``; ``replay`` are the cuts made since, applied again in order."""
@@ -86,26 +89,45 @@ class Conductor:
                         react()
                 self._acknowledge()
                 self._pump()
+                self._check_patience()
             await self.outbox.flush(self.cfg.deadline.shutdown_s)
             receiving.cancel()
             self.outbox.stop()
 
     async def _next_reaction(self) -> Callable[[], None]:
-        deadline = self.cfg.deadline.batch_s if self.desk.fleet.live else self.cfg.deadline.start_s
+        if not self._inbox.empty():
+            return self._inbox.get_nowait()  # it may be the progress that is waited for, however late it is read
         try:
-            return await asyncio.wait_for(self._inbox.get(), deadline)
+            return await asyncio.wait_for(self._inbox.get(), self._patience.left_s)
         except TimeoutError:
-            raise RunFailed(f"the controller waited {deadline:g} s for {self._waiting_for()}") from None
+            raise self._out_of_patience() from None
+
+    def _check_patience(self) -> None:
+        """However much happens: what is no progress does not prolong the wait. See ``patience``."""
+        progress = (self.cut_version, self.version, self.saved_version, self.desk.advances)
+        self._patience.note(progress, serving=bool(self.desk.fleet.live))
+        if self._patience.left_s <= 0 and self._inbox.empty():
+            raise self._out_of_patience()
+
+    def _out_of_patience(self) -> RunFailed:
+        return RunFailed(f"the controller waited {self._patience.limit_s:g} s for {self._waiting_for()}")
 
     def _waiting_for(self) -> str:
         if not self._complete:
             missing = sorted(set(range(self.ranks)) - set(self.trainers))
             return f"trainer ranks {missing} to start (deadline.start_s)"
-        if not self.desk.fleet.live:
+        live = self.desk.fleet.live
+        if not live:
             return f"a generator to serve version {self.version} (deadline.start_s); see the run's logs folder"
-        if self.desk.fleet.in_flight:
-            return f"{self.desk.fleet.in_flight} samples in flight on the generators (deadline.batch_s)"
-        return f"the trainers to report step {self.version} (deadline.batch_s)"
+        waits = [f"{engine.name} to answer {engine.load} samples" for engine in live if engine.load]
+        waits += [f"{engine.name} to serve version {self.version}" for engine in live if engine.version < self.version]
+        if self.desk.scoring:
+            waits.append(f"rewards of {self.desk.scoring} samples")
+        if self.batches:
+            waits.append(f"the trainers to report step {self.version + 1}")
+        elif self.cut_version == self.cfg.trainer.steps and self.saved_version < self.cut_version:
+            waits.append(f"the trainers to save version {self.cut_version}")
+        return f"{' and '.join(waits) or f'batch {self.cut_version} to be full'} (deadline.batch_s)"
 
     async def _receive(self) -> None:
         while True:

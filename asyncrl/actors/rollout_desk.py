@@ -54,6 +54,8 @@ class RolloutDesk:
         self.evaluation: Evaluation | None = None
         self.evaluated: set[int] = set()  # versions
         self.reward_failures: Counter[str] = Counter()
+        self.advances = 0  # samples that were owed, groups decided and evaluation results so far
+        self.scoring = 0  # samples handed to the reward workers
         self._evaluation_began = 0.0
         self._filtered_in_a_row = 0
         self._owed: dict[int, set[int]] = {}  # samples to be asked for (again), by group
@@ -98,6 +100,7 @@ class RolloutDesk:
         """One finished completion. A repeat (its generator was given up, then answered) is dropped."""
         if not self.fleet.received(generator, sample.ordinal, sample.index):
             return
+        self.advances += 1
         self.progress.generated(len(sample.token_ids))
         self.progress.generator_load(generator, self.fleet.load(generator))
         sample.failure = sample.failure or defect(sample, self.slots.version)
@@ -125,8 +128,10 @@ class RolloutDesk:
             results = await self.rewards.score_many(split, [(s.text, prompt.entry) for s in samples])
             for sample, result in zip(samples, results, strict=True):
                 sample.reward, sample.failure = result.value, result.failure
+            self.scoring -= len(samples)
             self.post(then)
 
+        self.scoring += len(samples)
         self.tasks.create_task(score())
 
     def _group_scored(self, group: Group, samples: list[Sample]) -> None:
@@ -141,6 +146,7 @@ class RolloutDesk:
 
     def decide(self, group: Group) -> None:
         """A scored group becomes trainable, or leaves with a reason and frees its slot at once."""
+        self.advances += 1
         samples = trainable(group)
         if len(samples) < 2:
             self._fail(group, _kind(next((s.failure for s in group.samples if s.failure), "no tokens")))
@@ -289,6 +295,7 @@ class RolloutDesk:
     def _evaluation_scored(self, sample: Sample) -> None:
         if self.evaluation is None:
             raise RuntimeError(f"score of sample {sample.ordinal} of an evaluation that is over")
+        self.advances += 1
         self.evaluation.record(sample)
         if self.evaluation.done:
             self.evaluated.add(self.evaluation.version)

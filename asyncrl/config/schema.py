@@ -233,10 +233,12 @@ class TransportConfig:
 
 @dataclass
 class DeadlineConfig:
-    """How long each wait may last, in seconds."""
+    """How long each wait may last, in seconds. The controller keeps the first two (asyncrl/actors/patience.py)."""
 
-    start_s: Seconds = 600.0  # until the first generator serves
-    batch_s: Seconds = 600.0  # until the next batch is full
+    start_s: Seconds = 600.0  # until a generator serves, at the start or after the loss of the last one that did
+    # Without progress while generators serve: no sample, no score, no step, no checkpoint. Longer than the longest
+    # sample and the longest step take.
+    batch_s: Seconds = 600.0
     shutdown_s: Seconds = 10.0
 
 

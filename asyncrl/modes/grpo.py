@@ -74,11 +74,9 @@ def train(cfg: Config, context: RunContext, controller: str) -> None:
 
 
 def _obey(cfg: Config, context: RunContext, trainer: Trainer, publisher: WeightPublisher, link: BlockingDialer) -> None:
-    # The controller knows what it waits for and ends the run in time; this only backs it up.
-    patience_s = cfg.deadline.start_s + cfg.deadline.batch_s
     while True:
         waiting_since = time.monotonic()
-        command = link.recv(deadline_s=patience_s, waiting_for="the controller's next command")
+        command = _next_command(cfg, link)
         waited = time.monotonic() - waiting_since
         match command.kind:
             case "batch":
@@ -94,6 +92,26 @@ def _obey(cfg: Config, context: RunContext, trainer: Trainer, publisher: WeightP
                 link.done(command)
                 return
         link.done(command)
+
+
+def _next_command(cfg: Config, link: BlockingDialer) -> Message:
+    """What the controller wants next, however long that takes: it alone knows what is waited for, and ends the run.
+
+    Raises ``PeerLost`` when it says goodbye, and ``DeadlineExpired`` when it has not been heard for
+    ``deadline.batch_s``: one that hangs or cannot be reached ends no run.
+    """
+    from asyncrl.transport.errors import DeadlineExpired
+
+    limit_s, unheard_s = cfg.deadline.batch_s, 0.0
+    look_s = min(cfg.transport.dead_after_s, limit_s)
+    while True:
+        try:
+            return link.recv(deadline_s=look_s, waiting_for="the controller's next command")
+        except DeadlineExpired as expired:
+            unheard_s = 0.0 if link.connected else unheard_s + look_s
+            if unheard_s >= limit_s:
+                reason = "a sign of life of the controller (deadline.batch_s)"
+                raise DeadlineExpired(link.name, limit_s, reason, str(expired)) from None
 
 
 def _step(trainer: Trainer, publisher: WeightPublisher, command: Message) -> StepReport:
