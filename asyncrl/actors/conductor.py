@@ -92,6 +92,8 @@ class Conductor:
 
     async def _next_reaction(self) -> Callable[[], None]:
         deadline = self.cfg.deadline.batch_s if self.desk.fleet.live else self.cfg.deadline.start_s
+        if self._unsaved:
+            deadline = max(deadline, self.cfg.deadline.checkpoint_s)
         try:
             return await asyncio.wait_for(self._inbox.get(), deadline)
         except TimeoutError:
@@ -105,6 +107,8 @@ class Conductor:
             return f"a generator to serve version {self.version} (deadline.start_s); see the run's logs folder"
         if self.desk.fleet.in_flight:
             return f"{self.desk.fleet.in_flight} samples in flight on the generators (deadline.batch_s)"
+        if self._unsaved:
+            return f"checkpoint {self.version} to be written (deadline.checkpoint_s)"
         return f"the trainers to report step {self.version} (deadline.batch_s)"
 
     async def _receive(self) -> None:
@@ -272,6 +276,11 @@ class Conductor:
         """The same command to every trainer rank, in the same place of its stream."""
         for peer in self.trainers.values():
             self.outbox.put(peer, kind, header or {})
+
+    @property
+    def _unsaved(self) -> bool:
+        """Everything is trained, and the last checkpoint is not complete."""
+        return self.version == self.cfg.trainer.steps != self.saved_version
 
     @property
     def _finished(self) -> bool:

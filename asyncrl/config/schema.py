@@ -196,8 +196,15 @@ class EvalConfig:
 
 @dataclass
 class CheckpointConfig:
+    """Written while training goes on; it waits for a copy of each rank's state to host memory only."""
+
     every: Count = 20  # optimizer steps; 0: only at the end
-    keep: Positive = 2
+    keep: Positive = 2  # the newest; each costs disk space for weights and optimizer state
+    keep_best: Count = 0  # so many more, the best of those evaluated (eval.every); root/best is a link to the first
+    best_by: Literal["", "eval/accuracy", "eval/loss"] = ""  # empty: accuracy, in mode sft the held-out loss
+    # Copies of the state in host memory at a time. 2: training never waits for a disk that keeps pace with `every`.
+    # 1 saves that memory (weights and optimizer state over the number of ranks) and waits while one is still written.
+    copies: Positive = 2
     hf_dtype: Literal["", "float32", "bfloat16", "float16"] = ""  # of the exported weights; empty: that of model.path
 
 
@@ -234,6 +241,7 @@ class DeadlineConfig:
 
     start_s: Seconds = 600.0  # until the first generator serves
     batch_s: Seconds = 600.0  # until the next batch is full
+    checkpoint_s: Seconds = 1800.0  # until a checkpoint is written, and of each wait of one rank for the others
     shutdown_s: Seconds = 10.0
 
 

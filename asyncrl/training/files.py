@@ -34,9 +34,16 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1, sort_keys=True))
+def write_bytes(path: Path, data: bytes) -> dict[str, Any]:
+    """Writes a small file and forces it to disk; returns size and SHA-256 of what was to be written."""
+    path.write_bytes(data)
     sync(path)
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def write_json(path: Path, value: Any, sort_keys: bool = True) -> dict[str, Any]:
+    """As ``write_bytes``."""
+    return write_bytes(path, json.dumps(value, indent=1, sort_keys=sort_keys).encode())
 
 
 def temporary(final: Path) -> Path:
@@ -90,25 +97,35 @@ def verify(folder: Path, names: Iterable[str] | None = None) -> None:
     """
     recorded = read_manifest(folder)["files"]
     for name in recorded if names is None else names:
-        path = folder / name
+        path, told = folder / name, recorded[name]
         if not path.exists():
-            raise CheckpointError(f"checkpoint {folder} is damaged: {name} is missing")
-        if digest(path) != recorded[name]:
-            raise CheckpointError(
-                f"checkpoint {folder} is damaged: {name} differs from its checksum. "
-                "Remove this folder to continue from the one before it"
-            )
+            problem = "is missing"
+        elif path.stat().st_size != told["bytes"]:
+            size = path.stat().st_size
+            how = "truncated" if size < told["bytes"] else "longer"
+            problem = f"is {how}: {size} bytes, {told['bytes']} were written"
+        elif digest(path)["sha256"] != told["sha256"]:
+            problem = "differs from its checksum"
+        else:
+            continue
+        raise CheckpointError(
+            f"checkpoint {folder} is damaged: {name} {problem}. Remove this folder to continue from the one before it"
+        )
 
 
-def rotate(root: Path, prefix: str, keep: int) -> None:
-    """Removes all but the ``keep`` newest folders ``<prefix><number>`` (0: keeps all); renames before it deletes."""
-    if keep <= 0:
-        return
-    for folder in numbered(root, prefix)[:-keep]:
-        trash = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(trash, ignore_errors=True)
-        folder.rename(trash)
-        shutil.rmtree(trash)
+def remove(folder: Path) -> None:
+    """Renames a complete folder before it deletes it, so that it is never seen in part."""
+    trash = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(trash, ignore_errors=True)
+    folder.rename(trash)
+    shutil.rmtree(trash)
+
+
+def sweep(root: Path, prefix: str) -> None:
+    """Removes what crashed attempts left: temporary folders and those half removed."""
+    for pattern in (f".{prefix}*.tmp", f".{prefix}*.old"):
+        for folder in root.glob(pattern):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def numbered(root: Path, prefix: str) -> list[Path]:
