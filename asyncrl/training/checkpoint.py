@@ -86,7 +86,6 @@ def latest(root: Path) -> Path | None:
 def _plan(trainer: Trainer, root: Path, keep: Keep, position: dict[str, Any]) -> Write:
     cfg, mesh = trainer.cfg, trainer.mesh
     snapshot = take(trainer)
-    source = Path(cfg.model.path)
     facts = {
         "format": FORMAT,
         "mode": cfg.mode,
@@ -95,14 +94,13 @@ def _plan(trainer: Trainer, root: Path, keep: Keep, position: dict[str, Any]) ->
         "skipped": snapshot.skipped,
         "torch": torch.__version__,
         "config": to_dict(cfg),
-        "model": json.loads((source / "config.json").read_text()),
         "data": {"source": trainer.data, "position": {"batches": snapshot.version, **position}},
         "tensors": describe_specs(snapshot.whole),
         "optimizer": snapshot.scalars,
         "extra": snapshot.extra,
     }
-    plan = export.plan_export(source, cfg.checkpoint.hf_dtype, trainer.policy.lm, snapshot.weights)
-    return Write(root, root / f"{PREFIX}{snapshot.version:06d}", keep, snapshot, facts, plan)
+    final, names = root / f"{PREFIX}{snapshot.version:06d}", export.names_of(trainer.policy.lm)
+    return Write(root, final, keep, snapshot, facts, Path(cfg.model.path), cfg.checkpoint.hf_dtype, names)
 
 
 @dataclass
@@ -114,7 +112,9 @@ class Write:
     keep: Keep
     snapshot: Snapshot
     facts: dict[str, Any]
-    plan: export.Plan
+    source: Path  # of the model
+    hf_dtype: str
+    names: dict[str, str]  # see export.names_of
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # written by this rank
 
     def __call__(self, agreement: Agreement) -> Path:
@@ -131,7 +131,9 @@ class Write:
         return self.final
 
     def prepare(self) -> None:
-        """Rank 0 makes the folder."""
+        """What the export needs from the model's source; rank 0 makes the folder."""
+        self.plan = export.plan_export(self.source, self.hf_dtype, self.names, self.snapshot.weights)
+        self.facts["model"] = json.loads((self.source / "config.json").read_text())
         if self.rank == 0:
             sweep(self.root, PREFIX)
             fresh(self.folder)

@@ -40,9 +40,9 @@ class Plan:
     files: list[list[str]]  # names in the folder, file by file
 
 
-def plan_export(source: Path, chosen: str, lm: nn.Module, weights: Mapping[str, Spec]) -> Plan:
-    """What to write for ``lm``, loaded from ``source``, whose parameters are ``weights``."""
-    dtype, names = export_dtype(source, chosen), stored_as(source, lm)
+def plan_export(source: Path, chosen: str, names: Mapping[str, str], weights: Mapping[str, Spec]) -> Plan:
+    """What to write for a model loaded from ``source`` with the parameters ``weights`` and the ``names_of`` it."""
+    dtype, names = export_dtype(source, chosen), stored_as(source, names)
     sizes = {name: math.prod(weights[of][1]) * dtype.itemsize for name, of in names.items()}
     return Plan(source, dtype, names, plan_files(sizes))
 
@@ -53,14 +53,18 @@ def export_dtype(source: Path, chosen: str) -> torch.dtype:
     return getattr(torch, chosen or config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
-def stored_as(source: Path, lm: nn.Module) -> dict[str, str]:
-    """Every name that ``source`` stores a weight under -> the parameter of ``lm`` that holds it, in model order.
+def names_of(lm: nn.Module) -> dict[str, str]:
+    """Every name of a parameter -> the name that it is known by, in model order; a tied weight has several."""
+    parameters = {id(p): name for name, p in lm.named_parameters()}
+    return {name: parameters[id(p)] for name, p in lm.named_parameters(remove_duplicate=False)}
+
+
+def stored_as(source: Path, every: Mapping[str, str]) -> dict[str, str]:
+    """Every name that ``source`` stores a weight under -> the parameter that holds it; ``every``: see ``names_of``.
 
     A tied weight may be stored under both its names. Raises :class:`ModelError` if the folder stores something that
     the model does not hold, or lacks something: an export would then be another model than its source.
     """
-    parameters = {id(p): name for name, p in lm.named_parameters()}
-    every = {name: parameters[id(p)] for name, p in lm.named_parameters(remove_duplicate=False)}
     stored = weight_names(source)
     names = {name: of for name, of in every.items() if name == of or name in stored}
     missing = sorted(names.keys() - stored)
