@@ -15,6 +15,7 @@ from asyncrl.training.files import verify
 from asyncrl.training.keeping import Keep
 from asyncrl.training.opening import build_trainer
 from asyncrl.training.packing import pack
+from asyncrl.training.snapshot import to_host
 from tests.training.tiny import make_samples, tiny_folder, tiny_run
 
 PATIENCE_S = 60
@@ -197,6 +198,22 @@ def test_leftovers_of_a_crash_go_with_the_next_save(path, tmp_path):
         (tmp_path / name / "state").mkdir(parents=True)
     trainer_on(path).save(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["step_000000"]
+
+
+@pytest.mark.parametrize("slab", [64, 200, 1 << 20])
+def test_copies_lie_side_by_side_and_are_copies(slab):
+    live = {
+        "a": torch.randn(5, 7),
+        "b": torch.randn(3, 4).t(),
+        "c": torch.ones(3, dtype=torch.bfloat16),
+        "none": torch.zeros(0, 2),
+        "d": torch.tensor(3.5, dtype=torch.float64),
+    }
+    want = {key: tensor.clone() for key, tensor in live.items()}
+    copies = to_host(live, torch.device("cpu"), slab)
+    for tensor in live.values():
+        tensor.zero_()
+    assert all(copies[key].dtype == want[key].dtype and torch.equal(copies[key], want[key]) for key in want)
 
 
 @pytest.mark.gpu
