@@ -202,8 +202,8 @@ class CheckpointConfig:
     keep: Positive = 2  # the newest; each costs disk space for weights and optimizer state
     keep_best: Count = 0  # so many more, the best of those evaluated (eval.every); root/best is a link to the first
     best_by: Literal["", "eval/accuracy", "eval/loss"] = ""  # empty: accuracy, in mode sft the held-out loss
-    # Copies of the state in host memory at a time. 2: training never waits for a disk that keeps pace with `every`.
-    # 1 saves that memory (weights and optimizer state over the number of ranks) and waits while one is still written.
+    # Copies of the state (weights and optimizer state over the number of ranks) in host memory, which is kept from one
+    # to the next. 2: training does not wait while one is still written; it takes a second copy only then. 1: it waits.
     copies: Positive = 2
     hf_dtype: Literal["", "float32", "bfloat16", "float16"] = ""  # of the exported weights; empty: that of model.path
 

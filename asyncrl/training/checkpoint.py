@@ -85,7 +85,7 @@ def latest(root: Path) -> Path | None:
 
 def _plan(trainer: Trainer, root: Path, keep: Keep, position: dict[str, Any]) -> Write:
     cfg, mesh = trainer.cfg, trainer.mesh
-    snapshot = take(trainer)
+    snapshot = take(trainer, trainer.saves.memory)
     facts = {
         "format": FORMAT,
         "mode": cfg.mode,
@@ -125,6 +125,7 @@ class Write:
             try:
                 agreement.together(f"{name} checkpoint {self.final}", action)
             except CheckpointError:
+                self.snapshot.copies.release()
                 if self.rank == 0:
                     shutil.rmtree(self.folder, ignore_errors=True)
                 raise
@@ -143,13 +144,13 @@ class Write:
     def write(self) -> None:
         """This rank's blocks."""
         snapshot, path = self.snapshot, f"state/{state_file(self.rank)}"
-        specs = {key: (t.dtype, tuple(t.shape)) for key, t in snapshot.tensors.items()}
+        specs = {key: (t.dtype, tuple(t.shape)) for key, t in snapshot.copies.tensors.items()}
         tensors = self.folder / f"{path}.safetensors"
-        self.files[f"{path}.safetensors"] = write_tensors(tensors, specs, snapshot.tensors.__getitem__)
+        self.files[f"{path}.safetensors"] = write_tensors(tensors, specs, snapshot.copies.tensors.__getitem__)
         blocks = {key: {"start": list(b.start), "size": list(b.size)} for key, b in snapshot.blocks.items()}
         table = {"blocks": blocks, "generators": snapshot.generators}
         self.files[f"{path}.json"] = write_json(self.folder / f"{path}.json", table)
-        snapshot.tensors.clear()  # the copy is not needed any more
+        snapshot.copies.release()
 
     def export(self) -> None:
         """This rank's part of the Hugging Face folder, from what all ranks have written."""

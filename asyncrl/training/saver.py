@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from asyncrl.training.agreement import Agreement, describe
 from asyncrl.training.errors import CheckpointError
+from asyncrl.training.host_memory import HostMemory
 from asyncrl.training.mesh import Mesh
 
 log = logging.getLogger(__name__)
@@ -41,13 +42,14 @@ class Job:
 
 
 class Saver:
-    """``copies``: saves whose data may lie in host memory at a time, the one being written included."""
+    """``copies``: saves whose data may lie in ``memory`` at a time, the one being written included."""
 
     def __init__(self, mesh: Mesh, copies: int, deadline_s: float) -> None:
         self.mesh, self.deadline_s = mesh, deadline_s
         self.failed = False  # a save has failed on this rank since the last ``wait``
         self.hold_s: float | None = None
         self.write_s: float | None = None
+        self.memory = HostMemory(mesh.device)
         self._agreement: Agreement | None = None
         self._copies = threading.Semaphore(copies)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

@@ -12,6 +12,7 @@ from torch import Tensor
 from asyncrl.training.blocks import block_of, replica_of
 from asyncrl.training.errors import CheckpointError
 from asyncrl.training.generators import get_generators
+from asyncrl.training.host_memory import Copies, HostMemory
 from asyncrl.training.sharding import local
 from asyncrl.training.tensor_files import NAMES, Spec
 from asyncrl.weights.gather import Block
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from asyncrl.training.step import Trainer
 
 WEIGHT = "weight"
-SLAB_BYTES = 256 << 20
 
 
 @dataclass
@@ -36,11 +36,11 @@ class Part:
 
 @dataclass
 class Snapshot:
-    """``tensors``, ``blocks`` and ``generators`` are this rank's own, everything else is equal on all ranks."""
+    """``copies``, ``blocks`` and ``generators`` are this rank's own, everything else is equal on all ranks."""
 
     version: int
     skipped: dict[str, int]
-    tensors: dict[str, Tensor]
+    copies: Copies
     blocks: dict[str, Block]
     generators: dict[str, Any]
     whole: dict[str, Spec]
@@ -79,47 +79,21 @@ def parts(trainer: Trainer) -> Iterator[Part]:
             yield Part(f"{kind}/{name}", (held.dtype, tuple(p.shape)), block, held, here)
 
 
-def take(trainer: Trainer) -> Snapshot:
-    """Copies what this rank is to write; when it returns, training may change everything."""
+def take(trainer: Trainer, memory: HostMemory) -> Snapshot:
+    """Copies what this rank is to write into ``memory``; when it returns, training may change everything."""
     found = list(parts(trainer))
     mine = [part for part in found if part.written_here]
-    tensors = to_host({part.key: part.live for part in mine}, trainer.mesh.device)
+    copies = memory.copy({part.key: part.live for part in mine})
     return Snapshot(
         version=trainer.version,
         skipped=dict(trainer.skipped),
-        tensors=tensors,
+        copies=copies,
         blocks={part.key: part.block for part in mine},
         generators=get_generators(trainer.mesh.device),
         whole={part.key: part.whole for part in found},
         scalars=_scalars(trainer),
         extra=trainer.extra_state(),
     )
-
-
-def to_host(live: dict[str, Tensor], device: torch.device, slab_bytes: int = SLAB_BYTES) -> dict[str, Tensor]:
-    """Copies in host memory, pinned for a GPU, which is waited for once.
-
-    They lie side by side in slabs: torch's pinned allocator, which keeps memory for the next save, rounds every request
-    up to a power of two, and a small request costs as much time as a large one.
-    """
-    pin, left = device.type == "cuda", sum(_aligned(t) for t in live.values())
-    slab = torch.empty(0, dtype=torch.uint8)
-    out, begin = {}, 0
-    for key, tensor in live.items():
-        if begin + _aligned(tensor) > slab.numel():
-            slab = torch.empty(max(_aligned(tensor), min(left, slab_bytes)), dtype=torch.uint8, pin_memory=pin)
-            begin = 0
-        place = slab[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        out[key] = place.copy_(tensor.detach(), non_blocking=pin)
-        begin += _aligned(tensor)
-        left -= _aligned(tensor)
-    if pin:
-        torch.cuda.current_stream(device).synchronize()
-    return out
-
-
-def _aligned(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // 64) * 64
 
 
 def _scalars(trainer: Trainer) -> dict[str, dict[str, float]]:

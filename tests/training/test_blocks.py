@@ -17,6 +17,7 @@ from asyncrl.training.agreement import Agreement
 from asyncrl.training.blocks import block_of, replica_of
 from asyncrl.training.checkpoint import Write
 from asyncrl.training.errors import CheckpointError
+from asyncrl.training.host_memory import HostMemory
 from asyncrl.training.keeping import Keep
 from asyncrl.training.sharding import local
 from asyncrl.training.snapshot import take
@@ -80,8 +81,8 @@ def job(rank, world, root):
     for name, parameters in meshes.items():
         for key, p in parameters.items():
             assert torch.equal(local(p.detach()), block_of(key, p).of(whole[key])), (name, key, p.placements)
-        snapshot = take(stand_in(parameters, rank, world))
-        out[name] = list(snapshot.tensors), snapshot.scalars
+        snapshot = take(stand_in(parameters, rank, world), HostMemory(torch.device("cpu")))
+        out[name] = list(snapshot.copies.tensors), snapshot.scalars
         write = Write(root, root / name, Keep(), snapshot, {}, root, "", {})
         write.folder, write.rank, write.ranks = root / name, rank, world
         (write.folder / "state").mkdir(parents=True, exist_ok=True)

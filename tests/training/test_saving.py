@@ -12,10 +12,10 @@ import torch
 from asyncrl.training import checkpoint
 from asyncrl.training.errors import CheckpointError
 from asyncrl.training.files import verify
+from asyncrl.training.host_memory import HostMemory
 from asyncrl.training.keeping import Keep
 from asyncrl.training.opening import build_trainer
 from asyncrl.training.packing import pack
-from asyncrl.training.snapshot import to_host
 from tests.training.tiny import make_samples, tiny_folder, tiny_run
 
 PATIENCE_S = 60
@@ -200,20 +200,35 @@ def test_leftovers_of_a_crash_go_with_the_next_save(path, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step_000000"]
 
 
-@pytest.mark.parametrize("slab", [64, 200, 1 << 20])
-def test_copies_lie_side_by_side_and_are_copies(slab):
-    live = {
-        "a": torch.randn(5, 7),
-        "b": torch.randn(3, 4).t(),
+def state_like(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "a": torch.randn(5, 7, generator=generator),
+        "b": torch.randn(3, 4, generator=generator).t(),
         "c": torch.ones(3, dtype=torch.bfloat16),
         "none": torch.zeros(0, 2),
         "d": torch.tensor(3.5, dtype=torch.float64),
     }
-    want = {key: tensor.clone() for key, tensor in live.items()}
-    copies = to_host(live, torch.device("cpu"), slab)
+
+
+@pytest.mark.parametrize("slab", [64, 200, 1 << 20])
+def test_copies_are_copies_and_their_memory_is_used_again(slab):
+    memory = HostMemory(torch.device("cpu"), slab)
+    live, want = state_like(), state_like()
+    first = memory.copy(live)
     for tensor in live.values():
         tensor.zero_()
-    assert all(copies[key].dtype == want[key].dtype and torch.equal(copies[key], want[key]) for key in want)
+    second = memory.copy(state_like(1))
+    assert all(first.tensors[k].dtype == t.dtype and torch.equal(first.tensors[k], t) for k, t in want.items())
+    places = {s.data_ptr() for s in first.slabs}
+    assert not places & {s.data_ptr() for s in second.slabs}
+    first.release()
+    third = memory.copy(state_like(2))
+    assert {s.data_ptr() for s in third.slabs} == places
+    assert torch.equal(second.tensors["a"], state_like(1)["a"]) and torch.equal(third.tensors["a"], state_like(2)["a"])
+    third.release()
+    smaller = memory.copy({"a": torch.ones(2)})
+    assert torch.equal(smaller.tensors["a"], torch.ones(2)) and len(memory._free) < max(2, len(places))
 
 
 @pytest.mark.gpu
