@@ -143,6 +143,10 @@ class Write:
 
     def write(self) -> None:
         """This rank's blocks."""
+        if not (self.folder / "state").is_dir():
+            raise CheckpointError(
+                f"{self.folder}, made by rank 0, is not there: all ranks have to share the run's folder"
+            )
         snapshot, path = self.snapshot, f"state/{state_file(self.rank)}"
         specs = {key: (t.dtype, tuple(t.shape)) for key, t in snapshot.copies.tensors.items()}
         tensors = self.folder / f"{path}.safetensors"

@@ -17,6 +17,7 @@ from typing import Any
 from asyncrl.training.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+OWN = "sha256"
 
 
 def digest(path: Path) -> dict[str, Any]:
@@ -61,8 +62,15 @@ def seal(folder: Path, files: dict[str, dict[str, Any]], facts: dict[str, Any]) 
     """Writes the manifest of a temporary folder, and forces its sub-folders to disk."""
     for sub in {(folder / name).parent for name in files}:
         sync(sub)
-    write_json(folder / MANIFEST, {**facts, "files": files})
+    manifest = json.loads(json.dumps({**facts, "files": files}))  # as a reader will see it
+    write_json(folder / MANIFEST, {**manifest, OWN: own_checksum(manifest)})
     sync(folder)
+
+
+def own_checksum(manifest: dict[str, Any]) -> str:
+    """SHA-256 of the manifest's content without this entry."""
+    content = {key: value for key, value in manifest.items() if key != OWN}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def publish(folder: Path, final: Path) -> None:
@@ -82,11 +90,13 @@ def publish(folder: Path, final: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises :class:`CheckpointError` if there is no readable manifest."""
+    """Raises :class:`CheckpointError` if there is no readable manifest, or it is damaged."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{folder} is not a complete checkpoint: {MANIFEST}: {e}") from e
+    if not isinstance(manifest, dict) or manifest.get(OWN, own_checksum(manifest)) != own_checksum(manifest):
+        raise CheckpointError(f"checkpoint {folder} is damaged: {MANIFEST} differs from its own checksum")
     return manifest
 
 

@@ -20,8 +20,8 @@ from asyncrl.training.errors import CheckpointError
 from asyncrl.training.files import read_manifest, verify
 from asyncrl.training.generators import set_generators
 from asyncrl.training.sharding import local
-from asyncrl.training.snapshot import WEIGHT
-from asyncrl.training.stored import StoredState, parse_specs
+from asyncrl.training.snapshot import WEIGHT, reshard
+from asyncrl.training.stored import StoredState, by_name, parse_specs
 from asyncrl.training.tensor_files import NAMES, Spec
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def load(trainer: Trainer, folder: Path) -> None:
     mode, model, data set or format; then the trainer is as it was.
     """
     mesh = trainer.mesh
+    reshard(trainer.policy)
     agreement = Agreement(mesh.rank, mesh.world_size, mesh.control)
     manifest: dict[str, Any] = {}
     staged: dict[str, Tensor] = {}
@@ -52,9 +53,10 @@ def load(trainer: Trainer, folder: Path) -> None:
         stored = StoredState(folder / "state", manifest["ranks"])
         whole = parse_specs(manifest["tensors"])
         stored.check_complete(whole)
+        kinds = by_name(whole)
         for name, p in trainer.named_parameters_hf():
             block = block_of(name, p)
-            for key in (key for key in whole if key.partition("/")[2] == name):
+            for key in (f"{kind}/{name}" for kind in kinds[name]):
                 staged[key] = stored.read(key, whole[key][0], block)
         manifest["generators"] = stored.tables[mesh.rank]["generators"] if manifest["ranks"] == mesh.world_size else {}
 
@@ -89,10 +91,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], most: int = 4) -> str:
 
 
 def _check_tensors(trainer: Trainer, folder: Path, whole: dict[str, Spec]) -> None:
-    stored: dict[str, list[str]] = {}
-    for key in whole:
-        kind, _, name = key.partition("/")
-        stored.setdefault(name, []).append(kind)
+    stored = by_name(whole)
     here = dict(trainer.named_parameters_hf())
     if here.keys() != stored.keys():
         odd = sorted(here.keys() ^ stored.keys())
@@ -113,8 +112,9 @@ def _check_tensors(trainer: Trainer, folder: Path, whole: dict[str, Spec]) -> No
 
 @torch.no_grad()
 def _install(trainer: Trainer, manifest: dict[str, Any], staged: dict[str, Tensor]) -> None:
+    stored = by_name(staged)
     for name, p in trainer.named_parameters_hf():
-        kinds = [key.partition("/")[0] for key in staged if key.partition("/")[2] == name]
+        kinds = stored[name]
         local(p).copy_(staged[f"{WEIGHT}/{name}"])
         numbers = manifest["optimizer"].get(name, {})
         trainer.optimizer.state.pop(p, None)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.training.blocks import block_of, replica_of
 from asyncrl.training.errors import CheckpointError
@@ -81,6 +82,7 @@ def parts(trainer: Trainer) -> Iterator[Part]:
 
 def take(trainer: Trainer, memory: HostMemory) -> Snapshot:
     """Copies what this rank is to write into ``memory``; when it returns, training may change everything."""
+    reshard(trainer.policy)
     found = list(parts(trainer))
     mine = [part for part in found if part.written_here]
     copies = memory.copy({part.key: part.live for part in mine})
@@ -94,6 +96,14 @@ def take(trainer: Trainer, memory: HostMemory) -> Snapshot:
         scalars=_scalars(trainer),
         extra=trainer.extra_state(),
     )
+
+
+def reshard(policy: nn.Module) -> None:
+    """Has FSDP2 hold shards again: after a forward without backward the root unit stays gathered, and the parameters
+    that the module then shows are not those that the optimizer knows."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _scalars(trainer: Trainer) -> dict[str, dict[str, float]]:

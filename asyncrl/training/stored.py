@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,15 @@ def describe_specs(specs: Mapping[str, Spec]) -> dict[str, Any]:
 def parse_specs(described: Mapping[str, Any]) -> dict[str, Spec]:
     """The inverse of ``describe_specs``."""
     return {key: (DTYPES[told["dtype"]], tuple(told["shape"])) for key, told in described.items()}
+
+
+def by_name(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Parameter name -> its kinds of state, for keys ``kind/name``."""
+    out: dict[str, list[str]] = {}
+    for key in keys:
+        kind, _, name = key.partition("/")
+        out.setdefault(name, []).append(kind)
+    return out
 
 
 class StoredState:

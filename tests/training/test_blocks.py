@@ -66,6 +66,7 @@ def stand_in(parameters, rank, world):
     mesh = SimpleNamespace(rank=rank, world_size=world, device=torch.device("cpu"))
     return SimpleNamespace(
         mesh=mesh,
+        policy=nn.Module(),
         named_parameters_hf=lambda: list(parameters.items()),
         optimizer=SimpleNamespace(state=state),
         version=1,

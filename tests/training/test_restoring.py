@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from asyncrl.training.errors import CheckpointError
-from asyncrl.training.files import digest
+from asyncrl.training.files import digest, own_checksum
 from asyncrl.training.opening import build_trainer
 from asyncrl.training.sft import SftTrainer
 from asyncrl.training.stored import StoredState
@@ -64,6 +64,8 @@ def rewrite(folder, name, change):
     path = folder / name
     content = json.loads(path.read_text())
     change(content)
+    if name == "manifest.json":
+        content["sha256"] = own_checksum(content)
     path.write_text(json.dumps(content))
     if name != "manifest.json":
         rewrite(folder, "manifest.json", lambda m: m["files"].update({name: digest(path)}))
@@ -79,6 +81,10 @@ def flip(path):
     path.write_bytes(data)
 
 
+def raise_version(path):
+    path.write_text(path.read_text().replace('"version": 1', '"version": 3'))
+
+
 @pytest.mark.parametrize(
     ("damage", "name", "match"),
     [
@@ -88,6 +94,7 @@ def flip(path):
         (flip, TABLE, r"rank_00000\.json differs from its checksum"),
         (flip, "hf/model.safetensors", r"hf/model\.safetensors differs from its checksum"),
         (cut, "manifest.json", r"not a complete checkpoint: manifest\.json"),
+        (raise_version, "manifest.json", r"damaged: manifest\.json differs from its own checksum"),
         (os.remove, "manifest.json", r"not a complete checkpoint: manifest\.json"),
     ],
 )
@@ -106,6 +113,9 @@ def test_row_16_a_checkpoint_of_another_mode_is_refused(model, folder):
 
 def test_an_older_format_is_named(model, folder):
     rewrite(folder, "manifest.json", lambda m: m.update(format=1))
+    older = json.loads((folder / "manifest.json").read_text())
+    del older["sha256"]  # format 1 had none
+    (folder / "manifest.json").write_text(json.dumps(older))
     refused(build_trainer(tiny_run(model, "float32"), 0, 1), folder, r"has checkpoint format 1, this .* reads 2")
 
 

@@ -193,6 +193,17 @@ def test_the_hold_is_measured_and_told_once(path, tmp_path, monkeypatch):
     assert trainer.saves.metrics().keys() == {"time/checkpoint_write_s"} and trainer.saves.metrics() == {}
 
 
+def test_a_folder_that_ranks_do_not_share_is_named(path, tmp_path):
+    trainer = trainer_on(path)
+    written = []
+    trainer.saves.begin = lambda take: written.append(take())
+    checkpoint.begin(trainer, tmp_path, Keep())
+    job = written[0].write
+    job.folder, job.rank, job.ranks = tmp_path / ".step_000000.tmp", 1, 2
+    with pytest.raises(CheckpointError, match=r"step_000000\.tmp, made by rank 0, is not there: all ranks .* share"):
+        job.write()
+
+
 def test_leftovers_of_a_crash_go_with_the_next_save(path, tmp_path):
     for name in (".step_000003.tmp", ".step_000002.old"):
         (tmp_path / name / "state").mkdir(parents=True)

@@ -8,12 +8,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from asyncrl.training import checkpoint
 from asyncrl.training.errors import CheckpointError
 from asyncrl.training.keeping import Keep
 from asyncrl.training.opening import build_trainer
+from asyncrl.training.packing import pack
 from tests.training.ranks import run_ranks
 from tests.training.test_ranks import all_weights, share_of
 from tests.training.tiny import make_samples, tiny_folder, tiny_run
@@ -33,6 +35,8 @@ def resume_job(rank, world, path, root, dtype):
     trainer = build_trainer(cfg, rank, world)
     for i in range(6):
         learn(trainer, rank, world, i, i + 1)
+        with torch.no_grad():  # an evaluation, after which FSDP2 leaves its root unit gathered
+            trainer.policy(pack(make_samples(), 0, trainer.mesh.device, torch.float32), 1.0)
         checkpoint.begin(trainer, root, Keep())
     trainer.saves.close()
     out = {6: all_weights(trainer)}
