@@ -97,7 +97,7 @@ def _plan(trainer: Trainer, root: Path, keep: Keep, position: dict[str, Any]) ->
         "data": {"source": trainer.data, "position": {"batches": snapshot.version, **position}},
         "tensors": describe_specs(snapshot.whole),
         "optimizer": snapshot.scalars,
-        "extra": snapshot.extra,
+        "update": snapshot.update,
     }
     final, names = root / f"{PREFIX}{snapshot.version:06d}", export.names_of(trainer.policy.lm)
     return Write(root, final, keep, snapshot, facts, Path(cfg.model.path), cfg.checkpoint.hf_dtype, names)

@@ -99,6 +99,11 @@ def _check_tensors(trainer: Trainer, folder: Path, whole: dict[str, Spec]) -> No
     for name, p in here.items():
         if WEIGHT not in stored[name]:
             raise CheckpointError(f"{folder} has no weights of {name}")
+        if other := sorted(set(stored[name]) - {WEIGHT, *trainer.moments}):
+            wanted = ", ".join(trainer.moments)
+            raise CheckpointError(
+                f"{folder} has state of another optimizer: {other} of {name}; this run's keeps {wanted}"
+            )
         for kind in stored[name]:
             dtype, shape = whole[f"{kind}/{name}"]
             if shape != tuple(p.shape):
@@ -131,6 +136,6 @@ def _install(trainer: Trainer, manifest: dict[str, Any], staged: dict[str, Tenso
     trainer.version = manifest["version"]
     trainer.skipped.clear()
     trainer.skipped.update(manifest["skipped"])
-    trainer.load_extra_state(manifest["extra"])
+    trainer.load_update_state(manifest["update"])
     if manifest["generators"]:
         set_generators(manifest["generators"], trainer.mesh.device)

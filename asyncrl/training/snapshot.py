@@ -46,7 +46,7 @@ class Snapshot:
     generators: dict[str, Any]
     whole: dict[str, Spec]
     scalars: dict[str, dict[str, float]]  # name -> the optimizer's numbers, such as its step
-    extra: dict[str, Any] = field(default_factory=dict)
+    update: dict[str, Any] = field(default_factory=dict)
 
     @property
     def weights(self) -> dict[str, Spec]:
@@ -94,7 +94,7 @@ def take(trainer: Trainer, memory: HostMemory) -> Snapshot:
         generators=get_generators(trainer.mesh.device),
         whole={part.key: part.whole for part in found},
         scalars=_scalars(trainer),
-        extra=trainer.extra_state(),
+        update=trainer.update_state(),
     )
 
 

@@ -73,12 +73,17 @@ class Trainer:
         """(Hugging Face name, tensor or DTensor) in model order; a tied weight appears once."""
         return list(self.policy.lm.named_parameters())
 
-    def extra_state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside weights, optimizer state and counters: JSON-able, the same on all ranks."""
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the optimizer's state tensors of a parameter, beside ``step``."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def update_state(self) -> dict[str, Any]:
+        """What a step needs from the steps before, beside the optimizer's state: JSON-able, the same on all ranks."""
         return {}
 
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Takes back what ``extra_state`` gave; may not fail."""
+    def load_update_state(self, state: dict[str, Any]) -> None:
+        """Takes back what ``update_state`` gave; may not fail."""
 
     def save(self, root: str | Path, keep: int = 0) -> Path:
         """Collective. Writes ``root/step_<version>`` and waits for it; keeps the ``keep`` newest (0: all).

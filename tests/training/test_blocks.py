@@ -71,7 +71,7 @@ def stand_in(parameters, rank, world):
         optimizer=SimpleNamespace(state=state),
         version=1,
         skipped={},
-        extra_state=dict,
+        update_state=dict,
     )
 
 

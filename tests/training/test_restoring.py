@@ -16,6 +16,7 @@ from asyncrl.training.errors import CheckpointError
 from asyncrl.training.files import digest, own_checksum
 from asyncrl.training.opening import build_trainer
 from asyncrl.training.sft import SftTrainer
+from asyncrl.training.step import Trainer
 from asyncrl.training.stored import StoredState
 from tests.training.tiny import make_samples, tiny_config, tiny_folder, tiny_run
 
@@ -141,6 +142,24 @@ def test_another_master_dtype_is_named(model, folder):
     refused(
         build_trainer(tiny_run(model, "float64"), 0, 1), folder, r"master_dtype differs: .* is F32, the trainer's F64"
     )
+
+
+def test_another_optimizer_is_named(model, folder, monkeypatch):
+    monkeypatch.setattr(Trainer, "moments", ("momentum",))
+    trainer = build_trainer(tiny_run(model, "float32"), 0, 1)
+    refused(
+        trainer, folder, r"state of another optimizer: \['exp_avg', 'exp_avg_sq'\] of .*; this run's keeps momentum"
+    )
+
+
+def test_what_the_update_keeps_comes_back(model, tmp_path, monkeypatch):
+    """Such as the norm that clips the next step."""
+    seen = []
+    monkeypatch.setattr(Trainer, "update_state", lambda self: {"clip": {"norm": 0.1 + 0.2}})
+    monkeypatch.setattr(Trainer, "load_update_state", lambda self, state: seen.append(state))
+    trainer = build_trainer(tiny_run(model, "float32"), 0, 1)
+    trainer.load(trainer.save(tmp_path))
+    assert seen == [{"clip": {"norm": 0.1 + 0.2}}]
 
 
 def test_row_8_a_position_in_other_data_is_refused(model, folder):
