@@ -83,6 +83,7 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> None:
         evaluate(trainer, unseen, reporter)
     while trainer.version < cfg.trainer.steps:
         indices = batch_indices(len(corpus), trainer.version, cfg.sft.batch_size, cfg.seed)
+        trainer.saves.check()
         report = trainer.learn(encoded(corpus, tokenizer, indices, cfg))
         if reporter is not None:
             reporter.step({"step": report.version, **measured(report), **trainer.saves.metrics()})

@@ -1,6 +1,7 @@
 """One thread a rank that writes checkpoints while training goes on.
 
     saver.begin(take)      training thread: ``take`` copies what is to be written; returns when it has
+    saver.check()          training thread, between steps: raises what has failed meanwhile, on all ranks at once
     saver.wait()           training thread: until all is written; raises what failed
 
 All ranks begin the same saves in the same order, and each rank's thread writes them in that order. The threads agree
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from asyncrl.training.agreement import Agreement, describe
@@ -55,6 +57,7 @@ class Saver:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._idle = threading.Condition()
         self._pending = 0
+        self._begun = False
         self._error: CheckpointError | None = None
         self._thread: threading.Thread | None = None
 
@@ -78,6 +81,7 @@ class Saver:
             self._copies.release()
             raise
         self.hold_s = (self.hold_s or 0.0) + time.perf_counter() - began
+        self._begun = True
         with self._idle:
             self._pending += 1
         if self._thread is None:
@@ -93,6 +97,13 @@ class Saver:
             error, self._error, self.failed = self._error, None, False
         if error is not None:
             raise error
+
+    def check(self) -> None:
+        """Collective, between steps. Raises on all ranks at the same call if a save has failed on any of them."""
+        if not self._begun or not self.mesh.gather_rows(torch.tensor([self.failed])).any():
+            return
+        self.wait()
+        raise CheckpointError("another rank could not write a checkpoint; its message says why")
 
     def close(self) -> None:
         """``wait``, then end the thread."""

@@ -16,7 +16,6 @@ from torch import Tensor
 from asyncrl.algorithms.loss import LossMask
 from asyncrl.data.chat import Conversation
 from asyncrl.training.documents import Documents
-from asyncrl.training.errors import CheckpointError
 from asyncrl.training.exact import exact
 from asyncrl.training.metrics import StepReport
 from asyncrl.training.optim import local_square_norm
@@ -32,20 +31,14 @@ class SftTrainer(Trainer):
     """The trainer of ``grpo`` with another loss: same sharding, optimizer, schedule and checkpoints."""
 
     def learn(self, batch: Sequence[Conversation]) -> StepReport:
-        """One step on the global ``batch``, the same on every rank; each takes its share of it.
-
-        Raises :class:`CheckpointError` if a checkpoint begun before could not be written.
-        """
+        """One step on the global ``batch``, the same on every rank; each takes its share of it."""
         tokens = sum(int(c.learnt.sum()) for c in batch)
         total = self._likelihood(batch, tokens, backward=True)
         if self.mesh.world_size > 1 and not self.sharded:
             sum_gradients(self.parameters, self.mesh)
         square = local_square_norm(self.parameters)
-        row = torch.tensor([total, float(square), float(self.saves.failed)], dtype=torch.float64)
+        row = torch.tensor([total, float(square)], dtype=torch.float64)
         rows = self.mesh.gather_rows(row)
-        if rows[:, 2].any():  # all ranks leave at the same step, with the reason
-            self.saves.wait()
-            raise CheckpointError("another rank could not write a checkpoint; its message says why")
         report = StepReport(
             loss=float(rows[:, 0].sum()),
             grad_norm=float((rows[:, 1].sum() if self.sharded else rows[0, 1]).sqrt()),
