@@ -64,9 +64,8 @@ class Trainer:
         self.optimizer = build_optimizer(self.parameters, cfg.optim)
         self.version = 0
         self.skipped: Counter[str] = Counter()
-        self.data: dict[
-            str, Any
-        ] = {}  # what the run's position counts in, JSON-able; a checkpoint of other data is refused
+        # What the run's position counts in, JSON-able; a checkpoint of other data is refused.
+        self.data: dict[str, Any] = {}
         self.saves = Saver(mesh, cfg.checkpoint.copies, cfg.deadline.checkpoint_s)
 
     def named_parameters_hf(self) -> list[tuple[str, Tensor]]:
