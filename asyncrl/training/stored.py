@@ -85,7 +85,7 @@ class StoredState:
         """A fresh tensor on the CPU. Raises :class:`CheckpointError` if the shards do not cover ``wanted``."""
         for rank, block in self.blocks.get(key, ()):
             if block == wanted:
-                return self._file(rank).get_tensor(key)
+                return self._file(rank).get_tensor(key).clone()  # safetensors maps the file
         out = torch.empty(wanted.size, dtype=dtype)
         filled = 0
         for rank, block in self.blocks.get(key, ()):
