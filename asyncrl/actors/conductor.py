@@ -105,7 +105,7 @@ class Conductor:
     def _check_patience(self) -> None:
         """However much happens: what is no progress does not prolong the wait. See ``patience``."""
         progress = (self.cut_version, self.version, self.saved_version, self.desk.advances)
-        self._patience.note(progress, serving=bool(self.desk.fleet.live))
+        self._patience.note(progress, serving=bool(self.desk.fleet.live), saving=self._unsaved)
         if self._patience.left_s <= 0 and self._inbox.empty():
             raise self._out_of_patience()
 
@@ -125,9 +125,10 @@ class Conductor:
             waits.append(f"rewards of {self.desk.scoring} samples")
         if self.batches:
             waits.append(f"the trainers to report step {self.version + 1}")
-        elif self.cut_version == self.cfg.trainer.steps and self.saved_version < self.cut_version:
+        elif self._unsaved:
             waits.append(f"the trainers to save version {self.cut_version}")
-        return f"{' and '.join(waits) or f'batch {self.cut_version} to be full'} (deadline.batch_s)"
+        key = "checkpoint_s" if self._unsaved else "batch_s"
+        return f"{' and '.join(waits) or f'batch {self.cut_version} to be full'} (deadline.{key})"
 
     async def _receive(self) -> None:
         while True:
@@ -294,6 +295,11 @@ class Conductor:
         """The same command to every trainer rank, in the same place of its stream."""
         for peer in self.trainers.values():
             self.outbox.put(peer, kind, header or {})
+
+    @property
+    def _unsaved(self) -> bool:
+        """Everything is trained, and the last checkpoint is not complete."""
+        return self.version == self.cfg.trainer.steps != self.saved_version
 
     @property
     def _finished(self) -> bool:

@@ -1,6 +1,7 @@
 """How long the controller goes on waiting: the one clock that decides when a run that has come to a standstill ends.
 
-While no generator serves ``deadline.start_s``, otherwise ``deadline.batch_s``: from the start, from the moment that the
+While no generator serves ``deadline.start_s``, while only the last checkpoint is missing ``deadline.checkpoint_s`` (if
+that is longer), otherwise ``deadline.batch_s``: from the start, from the moment that the
 first one served or the last one was lost (``generator.max_restarts`` limits how often), or from the last progress, if
 that was later. Progress is what brings the next batch, or the end of the run, nearer and can happen a limited number of
 times before it is there:
@@ -34,20 +35,23 @@ class Patience:
 
     def __init__(self, deadline: DeadlineConfig, clock: Callable[[], float]) -> None:
         self._deadline, self._clock = deadline, clock
-        self._serving = False
+        self._serving = self._saving = False
         self._progress: object = None
         self._since = clock()
 
-    def note(self, progress: object, serving: bool) -> None:
-        """``progress`` differs from the last one if there was some; ``serving``: some generator serves."""
+    def note(self, progress: object, serving: bool, saving: bool = False) -> None:
+        """``progress`` differs from the last one if there was some; ``serving``: some generator serves; ``saving``:
+        nothing but the last checkpoint is missing."""
         if serving != self._serving or progress != self._progress:
             self._since = self._clock()
-        self._serving, self._progress = serving, progress
+        self._serving, self._saving, self._progress = serving, saving, progress
 
     @property
     def limit_s(self) -> float:
         """How long the present wait may last."""
-        return self._deadline.batch_s if self._serving else self._deadline.start_s
+        if not self._serving:
+            return self._deadline.start_s
+        return max(self._deadline.batch_s, self._deadline.checkpoint_s if self._saving else 0.0)
 
     @property
     def left_s(self) -> float:

@@ -200,6 +200,31 @@ def check_run(config: Config) -> Iterator[Problem]:
         yield Problem("resume", f"{folder} is not the folder of a run (no config.json)", "give the folder of a run")
 
 
+def check_checkpoint(config: Config) -> Iterator[Problem]:
+    """A best checkpoint needs checkpoints that are evaluated, by what the mode measures."""
+    wanted, every = config.checkpoint, config.eval.every
+    measured = "eval/loss" if config.mode == "sft" else "eval/accuracy"
+    if wanted.best_by not in ("", measured):
+        yield Problem("checkpoint.best_by", f"mode={config.mode} does not measure {wanted.best_by}", f"{measured}")
+    if not wanted.keep_best:
+        return
+    if config.env.heldout_size == 0 or (config.mode == "sft" and config.sft.source == "jsonl"):
+        yield Problem("checkpoint.keep_best", "there are no held-out items to find the best by", "0, or held-out items")
+    elif not every or not wanted.every:
+        never = "eval.every" if not every else "checkpoint.every"
+        yield Problem(
+            "checkpoint.keep_best",
+            f"only the last checkpoint would be evaluated ({never}=0)",
+            f"{never}={every or wanted.every or 10}, or checkpoint.keep_best=0",
+        )
+    elif math.lcm(every, wanted.every) > config.trainer.steps:
+        yield Problem(
+            "checkpoint.keep_best",
+            f"no step but the last is both saved (every {wanted.every}) and evaluated (every {every})",
+            f"eval.every={wanted.every}, or checkpoint.keep_best=0",
+        )
+
+
 def check_ranks(config: Config, place: Place) -> Iterator[Problem]:
     """Trainer ranks of other machines reach the controller, which is beside rank 0."""
     remote = place.world_size > place.local_world_size
@@ -282,6 +307,7 @@ CHECKS: list[Callable[[Config], Iterator[Problem]]] = [
     check_env,
     check_model,
     check_sft,
+    check_checkpoint,
     check_installation,
     check_run,
 ]

@@ -199,8 +199,15 @@ class EvalConfig:
 
 @dataclass
 class CheckpointConfig:
+    """Written while training goes on; it waits for a copy of each rank's state to host memory only."""
+
     every: Count = 20  # optimizer steps; 0: only at the end
-    keep: Positive = 2
+    keep: Positive = 2  # the newest; each costs disk space for weights and optimizer state
+    keep_best: Count = 0  # so many more, the best of those evaluated (eval.every); root/best is a link to the first
+    best_by: Literal["", "eval/accuracy", "eval/loss"] = ""  # empty: accuracy, in mode sft the held-out loss
+    # Copies of the state (weights and optimizer state over the number of ranks) in host memory, which is kept from one
+    # to the next. 2: training does not wait while one is still written; it takes a second copy only then. 1: it waits.
+    copies: Positive = 2
     hf_dtype: Literal["", "float32", "bfloat16", "float16"] = ""  # of the exported weights; empty: that of model.path
 
 
@@ -239,6 +246,7 @@ class DeadlineConfig:
     # Without progress while generators serve: no sample, no score, no step, no checkpoint. Longer than the longest
     # sample and the longest step take.
     batch_s: Seconds = 600.0
+    checkpoint_s: Seconds = 1800.0  # until a checkpoint is written, and of each wait of one rank for the others
     shutdown_s: Seconds = 10.0
 
 

@@ -4,7 +4,7 @@ A rank does what the controller says, in the order it says it, and knows nothing
 
     batch v      train version v into v + 1, start pushing v + 1 to the engines, report the step
     publish      push the current version to engines that lack it (one has joined)
-    checkpoint   save
+    checkpoint   copy the state, have it written while training goes on, report when the checkpoint is complete
     stop         leave
 
 The push of version v + 1 overlaps with the next forward and backward: the trainer waits only until the bytes no longer
@@ -21,6 +21,7 @@ import logging
 import os
 import socket
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.actors.children import Children, ControllerGone
@@ -74,6 +75,9 @@ def train(cfg: Config, context: RunContext, controller: str) -> None:
 
 
 def _obey(cfg: Config, context: RunContext, trainer: Trainer, publisher: WeightPublisher, link: BlockingDialer) -> None:
+    from asyncrl.training import checkpoint
+    from asyncrl.training.keeping import keep_of
+
     while True:
         waiting_since = time.monotonic()
         command = _next_command(cfg, link)
@@ -81,14 +85,17 @@ def _obey(cfg: Config, context: RunContext, trainer: Trainer, publisher: WeightP
         match command.kind:
             case "batch":
                 report = _step(trainer, publisher, command)
+                busy = time.monotonic() - waiting_since - waited
                 if context.rank == 0:
-                    link.send("step", _report(report, waited, time.monotonic() - waiting_since - waited))
+                    link.send("step", _report(report, waited, busy, trainer.saves.metrics()))
             case "publish":
                 publisher.publish(trainer.version)
             case "checkpoint":
-                path = trainer.save(context.run_dir / "checkpoints", cfg.checkpoint.keep)
-                link.send("saved", {"version": trainer.version, "path": str(path)})
+                _save(cfg, context, trainer, link)
             case "stop":
+                trainer.saves.close()
+                if context.rank == 0:  # the last evaluation may have come after the last checkpoint
+                    checkpoint.tidy(context.run_dir / "checkpoints", checkpoint.PREFIX, keep_of(cfg, context.run_dir))
                 link.done(command)
                 return
         link.done(command)
@@ -125,6 +132,34 @@ def _step(trainer: Trainer, publisher: WeightPublisher, command: Message) -> Ste
     return report
 
 
+def _save(cfg: Config, context: RunContext, trainer: Trainer, link: BlockingDialer) -> None:
+    """Begin a checkpoint. The controller hears of its end: from rank 0 that it is complete, from any that it failed."""
+    from asyncrl.training import checkpoint
+    from asyncrl.training.keeping import keep_of
+    from asyncrl.transport.errors import TransportError
+
+    version = trainer.version
+
+    def tell(kind: str, **header: Any) -> None:
+        with contextlib.suppress(TransportError):  # the rank's loop hears of it as well
+            link.send(kind, header)
+
+    def saved(path: Path) -> None:
+        if context.rank == 0:
+            tell("saved", version=version, path=str(path))
+
+    def failed(error: Exception) -> None:
+        tell("trainer_failed", reason=f"{type(error).__name__}: {error}")
+
+    checkpoint.begin(
+        trainer,
+        context.run_dir / "checkpoints",
+        keep_of(cfg, context.run_dir),
+        on_saved=saved,
+        on_failed=failed,
+    )
+
+
 def _open_publisher(cfg: Config, context: RunContext, trainer: Trainer, link: BlockingDialer) -> WeightPublisher:
     """This rank's end of the weight push. An engine that misses a deadline of it is reported to the controller."""
     from asyncrl.transport.errors import PeerLost
@@ -150,7 +185,7 @@ def _open_publisher(cfg: Config, context: RunContext, trainer: Trainer, link: Bl
     )
 
 
-def _report(report: StepReport, waited: float, busy: float) -> dict[str, Any]:
+def _report(report: StepReport, waited: float, busy: float, more: dict[str, float]) -> dict[str, Any]:
     """The ``step`` message: the batch's version, why it was skipped if it was, and the trainer's metrics."""
-    metrics = {**report.metrics(), "time/batch_wait_s": waited}
+    metrics = {**report.metrics(), "time/batch_wait_s": waited, **more}
     return {"version": report.version - 1, "skipped": report.skipped, "metrics": metrics, "busy_s": busy}

@@ -64,14 +64,17 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> None:
     from transformers import AutoTokenizer
 
     from asyncrl.data.corpus import batch_indices, open_corpus
+    from asyncrl.training import checkpoint
+    from asyncrl.training.keeping import keep_of
     from asyncrl.training.opening import open_trainer
     from asyncrl.training.sft import SftTrainer
 
+    checkpoints = context.run_dir / "checkpoints"
     corpus, heldout = open_corpus(cfg, "train"), open_corpus(cfg, "heldout")
     assert corpus is not None, "both sources have training conversations"
     if not cfg.model.path:
         cfg = with_new_model(cfg, context, corpus)
-    trainer = open_trainer(cfg, context, SftTrainer)
+    trainer = open_trainer(cfg, context, SftTrainer, data_of(cfg, len(corpus)))
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
     unseen = encoded(heldout, tokenizer, range(len(heldout)), cfg) if heldout else []
     if reporter is not None:
@@ -80,20 +83,39 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> None:
         evaluate(trainer, unseen, reporter)
     while trainer.version < cfg.trainer.steps:
         indices = batch_indices(len(corpus), trainer.version, cfg.sft.batch_size, cfg.seed)
+        trainer.saves.check()
         report = trainer.learn(encoded(corpus, tokenizer, indices, cfg))
         if reporter is not None:
-            reporter.step({"step": report.version, **measured(report)})
+            reporter.step({"step": report.version, **measured(report), **trainer.saves.metrics()})
         if due(trainer.version, cfg.eval.every, cfg):
             evaluate(trainer, unseen, reporter)
         if due(trainer.version, cfg.checkpoint.every, cfg):
-            trainer.save(context.run_dir / "checkpoints", cfg.checkpoint.keep)
+            position = position_of(cfg, len(corpus), trainer.version)
+            checkpoint.begin(trainer, checkpoints, keep_of(cfg, context.run_dir), position)
+    trainer.saves.close()
     if cfg.sft.export and context.rank == 0:
-        export(context.run_dir / "checkpoints", Path(cfg.sft.export))
+        export(checkpoints, Path(cfg.sft.export))
 
 
 def due(step: int, every: int, cfg: Config) -> bool:
     """After the last step, and after each ``every`` (0: never)."""
     return step == cfg.trainer.steps or (every > 0 and step % every == 0)
+
+
+def data_of(cfg: Config, conversations: int) -> dict[str, str | int]:
+    """What decides which conversations a step learns: with another value a resumed run would learn other ones."""
+    return {
+        "conversations": conversations,
+        "sft.source": cfg.sft.source,
+        "sft.batch_size": cfg.sft.batch_size,
+        "seed": cfg.seed,
+    }
+
+
+def position_of(cfg: Config, conversations: int, version: int) -> dict[str, int]:
+    """The pass over the data that the next step begins in, and how many of its conversations have been learnt."""
+    epoch, learnt = divmod(version * cfg.sft.batch_size, conversations)
+    return {"epoch": epoch, "conversations": learnt}
 
 
 def with_new_model(cfg: Config, context: RunContext, corpus: Corpus) -> Config:

@@ -128,6 +128,12 @@ MACHINE = (
     M("time/optimizer_s", "s", "of it: clipping and optimizer"),
     M("time/gather_wait_s", "s", "of it: waiting until the gathers of the last push had ended"),
     M("time/batch_wait_s", "s", "a trainer's wait for the batch"),
+    M("time/checkpoint_hold_s", "s", "of a checkpoint begun after the previous step: training waited for the copy"),
+    M(
+        "time/checkpoint_write_s",
+        "s",
+        "of the newest checkpoint that was completed since the previous step: writing it",
+    ),
     M("idle/generator", "share", "of the training span in which a generator ran no request, mean over generators"),
     M("idle/trainer", "share", "of the training span in which the trainer computed no step"),
     M("sync/seconds", "s", "announce to the last commit, of the newest finished push"),

@@ -2,14 +2,25 @@
 
 ====================================  ===================================================================
 ``hf/``                               weights, config and tokenizer, as transformers and vLLM load them
-``state/rank_00000.safetensors``      that rank's shards of master weights and AdamW state, by HF name
-``state/rank_00000.json``             where each shard lies in its tensor; random number generators of the rank
-``manifest.json``                     version, ranks, skipped steps, size and SHA-256 of every file
+``state/rank_00000.safetensors``      that rank's blocks of master weights and optimizer state, by HF name
+``state/rank_00000.json``             where each block lies in its tensor; random number generators of the rank
+``manifest.json``                     mode, version, position in the data, the run's and the model's config, git
+                                      revision, every tensor's dtype and shape, size and SHA-256 of every file
 ====================================  ===================================================================
 
-A shard is a range of rows (FSDP2 shards dimension 0), so any number of ranks can load what any other wrote: each
-reads only the slices that it needs. Nothing is pickled. Random number generators are restored if the number of ranks
-is the same; the trainer draws no random numbers, so that a change of ranks does not change the run.
+Saving: training waits only for the copy of this rank's blocks to host memory (``time/checkpoint_hold_s``). A thread
+writes it under a temporary name and fsyncs; rank 0 renames the folder once every rank has written (``saver.py``). The
+``hf`` folder is made by those threads from the written blocks. Of ranks that hold the same block one writes it.
+
+Loading: a block is a range along every dimension, so any number of ranks on any mesh can load what any other wrote;
+each reads only what it needs. Everything is checked and read before the first weight of the trainer changes. Random
+number generators are restored if the number of ranks is the same; the trainer draws no random numbers, so that a change
+of ranks does not change the run.
+
+Why not ``torch.distributed.checkpoint`` (read in torch 2.13): its file-system writer pickles its metadata, its
+safetensors writer builds a rank's whole file in memory once more and keeps no checksums, and both exchange their plans
+between ranks as pickled objects. What is left of it would be the planning of blocks, which is ``blocks.py`` and
+``StoredState.read``. Here nothing is pickled, neither on disk nor between ranks.
 
 Failure: the error of any rank makes all ranks raise :class:`CheckpointError`; the previous checkpoint stays valid.
 A damaged checkpoint is an error, never a warning.
@@ -18,86 +29,52 @@ A damaged checkpoint is an error, never a warning.
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from asyncrl.config.files import to_dict
+from asyncrl.config.revision import git_revision
 from asyncrl.training import export
+from asyncrl.training.agreement import Agreement
 from asyncrl.training.errors import CheckpointError
-from asyncrl.training.files import (
-    digest,
-    fresh,
-    numbered,
-    publish,
-    read_manifest,
-    rotate,
-    seal,
-    sync,
-    temporary,
-    verify,
-    write_json,
-)
-from asyncrl.training.sharding import local
+from asyncrl.training.files import fresh, numbered, publish, seal, sweep, temporary, write_json
+from asyncrl.training.keeping import Keep, tidy
+from asyncrl.training.saver import Job
+from asyncrl.training.snapshot import Snapshot, take
+from asyncrl.training.stored import StoredState, describe_specs, state_file
+from asyncrl.training.tensor_files import write_tensors
 
 if TYPE_CHECKING:
     from asyncrl.training.step import Trainer
 
 PREFIX = "step_"
-FORMAT = 1
-MOMENTS = ("exp_avg", "exp_avg_sq")
-DISK_ERRORS = (OSError, SafetensorError)
+FORMAT = 2
 
 
-def save(trainer: Trainer, root: Path, keep: int) -> Path:
-    """Collective. Writes ``root/step_<version>`` and removes all but the ``keep`` newest (0: keeps all).
+def begin(
+    trainer: Trainer,
+    root: Path,
+    keep: Keep,
+    position: dict[str, Any] | None = None,
+    on_saved: Callable[[Path], None] = lambda path: None,
+    on_failed: Callable[[CheckpointError], None] = lambda error: None,
+) -> None:
+    """Collective. Copies the trainer's state and has it written as ``root/step_<version>``; older ones go by ``keep``.
 
-    Raises :class:`CheckpointError` on every rank if any rank could not write.
+    ``position``: where in its data the run is. One of ``on_saved`` and ``on_failed`` is called on every rank, from the
+    saver's thread, once the checkpoint is complete or has failed. ``trainer.saves.wait()`` raises what failed.
     """
-    mesh, final = trainer.mesh, root / f"{PREFIX}{trainer.version:06d}"
-    folder = temporary(final)
-    source = Path(trainer.cfg.model.path)
-    dtype = export.export_dtype(source, trainer.cfg.checkpoint.hf_dtype)
-    parameters = trainer.named_parameters_hf()
-    files = export.plan_files(parameters, dtype)
 
-    def prepare() -> None:
-        if mesh.rank == 0:
-            fresh(folder)
-            (folder / "hf").mkdir()
-            (folder / "state").mkdir()
+    def job() -> Job:
+        write = _plan(trainer, root, keep, position or {})
+        return Job(f"write checkpoint {write.final}", write, on_saved, on_failed)
 
-    def write() -> None:
-        written = [*_write_state(trainer, folder / "state"), *export.write_weights(folder / "hf", mine, len(files))]
-        if mesh.rank == 0:
-            written += export.write_rest(folder / "hf", source, parameters, files, dtype)
-        listed = {str(p.relative_to(folder)): digest(p) for p in written}
-        write_json(folder / f".files_{mesh.rank:05d}.json", listed)
-
-    def finish() -> None:
-        if mesh.rank == 0:
-            _seal(trainer, folder)
-            publish(folder, final)
-            rotate(root, PREFIX, keep)
-
-    for name, action in (("prepare", prepare), ("write", write), ("finish", finish)):
-        if name == "write":
-            mine = export.gather_files(parameters, files, dtype, mesh.rank, mesh.world_size)
-        try:
-            _together(trainer, f"{name} checkpoint {final}", action)
-        except CheckpointError:
-            if mesh.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-    return final
+    trainer.saves.begin(job)
 
 
 def latest(root: Path) -> Path | None:
@@ -106,166 +83,105 @@ def latest(root: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def load(trainer: Trainer, folder: Path) -> None:
-    """Collective. Restores weights, optimizer, version, counters and, with equal ranks, generators.
-
-    Raises :class:`CheckpointError` on every rank if a file is missing or damaged or belongs to another model.
-    """
-    mesh = trainer.mesh
-
-    def check() -> None:
-        names = sorted(read_manifest(folder)["files"])
-        verify(folder, names[mesh.rank :: mesh.world_size])
-
-    def read() -> None:
-        manifest = read_manifest(folder)
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{folder} has checkpoint format {manifest['format']}, this version reads {FORMAT}")
-        _read_state(trainer, folder / "state", manifest["ranks"])
-        trainer.version = manifest["version"]
-        trainer.skipped.clear()
-        trainer.skipped.update(manifest["skipped"])
-        if manifest["ranks"] == mesh.world_size:
-            saved = json.loads((folder / "state" / f"rank_{mesh.rank:05d}.json").read_text())
-            _set_generators(saved["generators"], mesh.device)
-
-    _together(trainer, f"verify checkpoint {folder}", check)
-    _together(trainer, f"load checkpoint {folder}", read)
-
-
-def _together(trainer: Trainer, what: str, action: Callable[[], None]) -> None:
-    """Runs ``action`` on every rank; all raise if one failed, so that none is left waiting for the others."""
-    failure: Exception | None = None
-    try:
-        action()
-    except (*DISK_ERRORS, CheckpointError, KeyError) as e:
-        failure = e
-    failed = trainer.mesh.gather_rows(torch.tensor([failure is not None]))[:, 0]
-    if failure is not None:
-        raise CheckpointError(f"could not {what}: {failure}") from failure
-    if failed.any():
-        raise CheckpointError(f"could not {what}: rank {int(failed.nonzero()[0])} failed, see its message")
-
-
-def _seal(trainer: Trainer, folder: Path) -> None:
-    listed: dict[str, dict[str, Any]] = {}
-    for rank in range(trainer.mesh.world_size):
-        path = folder / f".files_{rank:05d}.json"
-        listed |= json.loads(path.read_text())
-        path.unlink()
+def _plan(trainer: Trainer, root: Path, keep: Keep, position: dict[str, Any]) -> Write:
+    cfg, mesh = trainer.cfg, trainer.mesh
+    snapshot = take(trainer, trainer.saves.memory)
     facts = {
         "format": FORMAT,
-        "version": trainer.version,
-        "ranks": trainer.mesh.world_size,
-        "skipped": dict(trainer.skipped),
+        "mode": cfg.mode,
+        "version": snapshot.version,
+        "ranks": mesh.world_size,
+        "skipped": snapshot.skipped,
         "torch": torch.__version__,
+        "config": to_dict(cfg),
+        "data": {"source": trainer.data, "position": {"batches": snapshot.version, **position}},
+        "tensors": describe_specs(snapshot.whole),
+        "optimizer": snapshot.scalars,
+        "update": snapshot.update,
     }
-    seal(folder, listed, facts)
+    final, names = root / f"{PREFIX}{snapshot.version:06d}", export.names_of(trainer.policy.lm)
+    return Write(root, final, keep, snapshot, facts, Path(cfg.model.path), cfg.checkpoint.hf_dtype, names)
 
 
-def _first_row(p: Tensor) -> int:
-    """Row of the whole tensor where this rank's shard begins: FSDP2 cuts dimension 0 like ``torch.chunk``."""
-    if not isinstance(p, DTensor):
-        return 0
-    chunk = -(-p.shape[0] // p.device_mesh.size())
-    return min(p.device_mesh.get_local_rank() * chunk, p.shape[0])
+@dataclass
+class Write:
+    """One checkpoint on its way to the disk. Calling it is a collective of the savers' threads."""
 
+    root: Path
+    final: Path
+    keep: Keep
+    snapshot: Snapshot
+    facts: dict[str, Any]
+    source: Path  # of the model
+    hf_dtype: str
+    names: dict[str, str]  # see export.names_of
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # written by this rank
 
-def _pieces(trainer: Trainer) -> dict[str, tuple[Tensor, Tensor]]:
-    """``weight/NAME``, ``exp_avg/NAME``, ``exp_avg_sq/NAME`` -> (local tensor, the parameter it belongs to)."""
-    out: dict[str, tuple[Tensor, Tensor]] = {}
-    for name, p in trainer.named_parameters_hf():
-        out[f"weight/{name}"] = (local(p.detach()), p)
-        state = trainer.optimizer.state.get(p, {})
-        for moment in MOMENTS:
-            if moment in state:
-                out[f"{moment}/{name}"] = (local(state[moment]), p)
-    return out
+    def __call__(self, agreement: Agreement) -> Path:
+        """Returns the complete folder. Raises :class:`CheckpointError` on every rank if any could not do its part."""
+        self.folder, self.rank, self.ranks = temporary(self.final), agreement.rank, agreement.world_size
+        stages = (("prepare", self.prepare), ("write", self.write), ("export", self.export), ("finish", self.finish))
+        for name, action in stages:
+            try:
+                agreement.together(f"{name} checkpoint {self.final}", action)
+            except CheckpointError:
+                self.snapshot.copies.release()
+                if self.rank == 0:
+                    shutil.rmtree(self.folder, ignore_errors=True)
+                raise
+        return self.final
 
+    def prepare(self) -> None:
+        """What the export needs from the model's source; rank 0 makes the folder."""
+        self.plan = export.plan_export(self.source, self.hf_dtype, self.names, self.snapshot.weights)
+        self.facts["model"] = json.loads((self.source / "config.json").read_text())
+        if self.rank == 0:
+            sweep(self.root, PREFIX)
+            fresh(self.folder)
+            (self.folder / "hf").mkdir()
+            (self.folder / "state").mkdir()
 
-def _write_state(trainer: Trainer, folder: Path) -> list[Path]:
-    mesh = trainer.mesh
-    # Without FSDP2 every rank holds everything, and rank 0 alone writes it.
-    writes = trainer.sharded or mesh.rank == 0
-    pieces = _pieces(trainer) if writes else {}
-    tensors = {k: t.cpu().contiguous() for k, (t, _) in pieces.items()}
-    where = {k: {"first_row": _first_row(p), "shape": list(p.shape)} for k, (_, p) in pieces.items()}
-    steps = {n: float(s["step"]) for n, p in trainer.named_parameters_hf() if (s := trainer.optimizer.state.get(p))}
-    path = folder / f"rank_{mesh.rank:05d}"
-    save_file(tensors, path.with_suffix(".safetensors"))
-    sync(path.with_suffix(".safetensors"))
-    write_json(
-        path.with_suffix(".json"),
-        {"shards": where, "optimizer_steps": steps, "generators": _get_generators(mesh.device)},
-    )
-    return [path.with_suffix(".safetensors"), path.with_suffix(".json")]
+    def write(self) -> None:
+        """This rank's blocks."""
+        if not (self.folder / "state").is_dir():
+            raise CheckpointError(
+                f"{self.folder}, made by rank 0, is not there: all ranks have to share the run's folder"
+            )
+        snapshot, path = self.snapshot, f"state/{state_file(self.rank)}"
+        specs = {key: (t.dtype, tuple(t.shape)) for key, t in snapshot.copies.tensors.items()}
+        tensors = self.folder / f"{path}.safetensors"
+        self.files[f"{path}.safetensors"] = write_tensors(tensors, specs, snapshot.copies.tensors.__getitem__)
+        blocks = {key: {"start": list(b.start), "size": list(b.size)} for key, b in snapshot.blocks.items()}
+        table = {"blocks": blocks, "generators": snapshot.generators}
+        self.files[f"{path}.json"] = write_json(self.folder / f"{path}.json", table)
+        snapshot.copies.release()
 
+    def export(self) -> None:
+        """This rank's part of the Hugging Face folder, from what all ranks have written."""
+        hf, weights = self.folder / "hf", self.snapshot.weights
+        stored = StoredState(self.folder / "state", self.ranks)
+        written = export.write_weights(
+            hf,
+            self.plan,
+            weights,
+            lambda name: stored.read_whole(f"weight/{name}", weights[name]),
+            self.rank,
+            self.ranks,
+        )
+        if self.rank == 0:
+            written |= export.write_rest(hf, self.plan, weights)
+        self.files |= {f"hf/{name}": told for name, told in written.items()}
+        write_json(self.folder / f".files_{self.rank:05d}.json", self.files)
 
-@torch.no_grad()
-def _read_state(trainer: Trainer, folder: Path, ranks: int) -> None:
-    tables = [json.loads((folder / f"rank_{r:05d}.json").read_text()) for r in range(ranks)]
-    files = [safe_open(folder / f"rank_{r:05d}.safetensors", framework="pt") for r in range(ranks)]
-    names = {name for name, _ in trainer.named_parameters_hf()}
-    saved = {key.split("/", 1)[1] for table in tables for key in table["shards"]}
-    if names != saved:
-        raise CheckpointError(f"it holds another model: {sorted(names ^ saved)[:4]} are in only one of the two")
-    steps = tables[0]["optimizer_steps"]
-    for name, p in trainer.named_parameters_hf():
-        _fill(local(p), p, f"weight/{name}", tables, files)
-        if name not in steps:
-            trainer.optimizer.state.pop(p, None)
-            continue
-        state = trainer.optimizer.state[p]
-        state["step"] = torch.tensor(steps[name], dtype=torch.float32, device=local(p).device)
-        for moment in MOMENTS:
-            state[moment] = torch.zeros_like(p)
-            _fill(local(state[moment]), p, f"{moment}/{name}", tables, files)
-
-
-def _fill(into: Tensor, p: Tensor, key: str, tables: list[dict[str, Any]], files: list[Any]) -> None:
-    """Copies the rows of ``into`` from whichever ranks' files hold them."""
-    first, filled = _first_row(p), 0
-    rows = into.shape[0] if into.ndim else 1
-    for table, file in zip(tables, files, strict=True):
-        place = table["shards"].get(key)
-        if place is None:
-            continue
-        if place["shape"] != list(p.shape):
-            raise CheckpointError(f"{key} has shape {place['shape']}, the model's is {list(p.shape)}")
-        held = file.get_slice(key)
-        begin = max(first, place["first_row"])
-        end = min(first + rows, place["first_row"] + held.get_shape()[0])
-        if end > begin:
-            piece = held[begin - place["first_row"] : end - place["first_row"]]
-            into[begin - first : end - first].copy_(piece)
-            filled += end - begin
-    if filled != rows:
-        raise CheckpointError(f"{key}: {filled} of {rows} rows found")
-
-
-def _get_generators(device: torch.device) -> dict[str, Any]:
-    """Python's, numpy's, torch's and the device's generator, JSON-able."""
-    kind, keys, *rest = np.random.get_state()
-    version, words, gauss = random.getstate()
-    out = {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, np.asarray(keys).tolist(), *rest],
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-    }
-    if device.type == "cuda":
-        out["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes().hex()
-    return out
-
-
-def _set_generators(saved: dict[str, Any], device: torch.device) -> None:
-    version, words, gauss = saved["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = saved["numpy"]
-    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
-
-    def state(text: str) -> Tensor:
-        return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-
-    torch.set_rng_state(state(saved["torch"]))
-    if device.type == "cuda" and "cuda" in saved:
-        torch.cuda.set_rng_state(state(saved["cuda"]), device)
+    def finish(self) -> None:
+        """Rank 0 describes the folder, names it, and removes older ones."""
+        if self.rank != 0:
+            return
+        listed: dict[str, dict[str, Any]] = {}
+        for rank in range(self.ranks):
+            path = self.folder / f".files_{rank:05d}.json"
+            listed |= json.loads(path.read_text())
+            path.unlink()
+        seal(self.folder, listed, {**self.facts, "git": git_revision()})
+        publish(self.folder, self.final)
+        tidy(self.root, PREFIX, self.keep)

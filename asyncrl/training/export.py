@@ -1,26 +1,50 @@
 """The Hugging Face folder of a checkpoint: loads as it is in transformers and vLLM.
 
-Weights go out under their Hugging Face names in the dtype of the source folder (or ``checkpoint.hf_dtype``). All
-ranks gather each tensor once, in model order; the files are divided among ranks, which write after the last gather,
-so that nobody waits in a collective for a disk. Config, tokenizer and chat template are copied from the source.
+Weights go out under the names of the source folder, in its dtype (or ``checkpoint.hf_dtype``): what was loaded and not
+trained comes out with the same bytes. They are read back from the checkpoint's own shards, one tensor at a time, and
+the files are divided among ranks, so that no rank ever holds the model and no collective moves a weight. Config,
+tokenizer and chat template are copied from the source.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from safetensors import safe_open
+from torch import Tensor, nn
 
-from asyncrl.training.files import sync, write_json
+from asyncrl.training.errors import ModelError
+from asyncrl.training.files import digest, sync, write_bytes, write_json
+from asyncrl.training.tensor_files import Spec, write_tensors
 
 FILE_BYTES = 5 * 10**9
+INDEX = "model.safetensors.index.json"
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
+COMPUTED = (".rotary_emb.inv_freq",)  # old folders hold what follows from the config
+
+
+@dataclass
+class Plan:
+    """``names``: name in the folder -> name of the parameter; they differ for a tied weight that is stored twice."""
+
+    source: Path
+    dtype: torch.dtype
+    names: dict[str, str]
+    files: list[list[str]]  # names in the folder, file by file
+
+
+def plan_export(source: Path, chosen: str, names: Mapping[str, str], weights: Mapping[str, Spec]) -> Plan:
+    """What to write for a model loaded from ``source`` with the parameters ``weights`` and the ``names_of`` it."""
+    dtype, names = export_dtype(source, chosen), stored_as(source, names)
+    sizes = {name: math.prod(weights[of][1]) * dtype.itemsize for name, of in names.items()}
+    return Plan(source, dtype, names, plan_files(sizes))
 
 
 def export_dtype(source: Path, chosen: str) -> torch.dtype:
@@ -29,12 +53,41 @@ def export_dtype(source: Path, chosen: str) -> torch.dtype:
     return getattr(torch, chosen or config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
-def plan_files(parameters: list[tuple[str, Tensor]], dtype: torch.dtype, limit: int = FILE_BYTES) -> list[list[str]]:
+def names_of(lm: nn.Module) -> dict[str, str]:
+    """Every name of a parameter -> the name that it is known by, in model order; a tied weight has several."""
+    parameters = {id(p): name for name, p in lm.named_parameters()}
+    return {name: parameters[id(p)] for name, p in lm.named_parameters(remove_duplicate=False)}
+
+
+def stored_as(source: Path, every: Mapping[str, str]) -> dict[str, str]:
+    """Every name that ``source`` stores a weight under -> the parameter that holds it; ``every``: see ``names_of``.
+
+    A tied weight may be stored under both its names. Raises :class:`ModelError` if the folder stores something that
+    the model does not hold, or lacks something: an export would then be another model than its source.
+    """
+    stored = weight_names(source)
+    names = {name: of for name, of in every.items() if name == of or name in stored}
+    missing = sorted(names.keys() - stored)
+    left = sorted(name for name in stored - names.keys() if not name.endswith(COMPUTED))
+    for what, found in (("does not store", missing), ("stores, and the model does not hold,", left)):
+        if found:
+            raise ModelError(f"{source} {what} {len(found)} weights, e.g. {found[0]}")
+    return names
+
+
+def weight_names(source: Path) -> set[str]:
+    """Names of the tensors that the folder's model is made of."""
+    if (source / INDEX).exists():
+        return set(json.loads((source / INDEX).read_text())["weight_map"])
+    with safe_open(source / "model.safetensors", framework="pt") as file:
+        return set(file.keys())
+
+
+def plan_files(sizes: Mapping[str, int], limit: int = FILE_BYTES) -> list[list[str]]:
     """Consecutive names for each file, at most ``limit`` bytes a file (one larger tensor gets its own)."""
     files: list[list[str]] = [[]]
     size = 0
-    for name, p in parameters:
-        nbytes = p.numel() * dtype.itemsize
+    for name, nbytes in sizes.items():
         if files[-1] and size + nbytes > limit:
             files.append([])
             size = 0
@@ -47,48 +100,42 @@ def file_name(index: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-@torch.no_grad()
-def gather_files(
-    parameters: list[tuple[str, Tensor]], files: list[list[str]], dtype: torch.dtype, rank: int, world_size: int
-) -> dict[int, dict[str, Tensor]]:
-    """Collective. The whole tensors of the files that this rank writes (file f: rank f mod world), on the CPU."""
-    owner = {name: f for f, names in enumerate(files) for name in names}
-    mine: dict[int, dict[str, Tensor]] = {}
-    for name, p in parameters:
-        whole = p.full_tensor() if isinstance(p, DTensor) else p
-        if owner[name] % world_size == rank:
-            mine.setdefault(owner[name], {})[name] = whole.detach().to("cpu", dtype).contiguous()
-    return mine
-
-
-def write_weights(folder: Path, mine: dict[int, dict[str, Tensor]], count: int) -> list[Path]:
-    """Writes this rank's files."""
-    written = []
-    for index, tensors in mine.items():
-        path = folder / file_name(index, count)
-        save_file(tensors, path, metadata={"format": "pt"})
-        sync(path)
-        written.append(path)
+def write_weights(
+    folder: Path, plan: Plan, weights: Mapping[str, Spec], read: Callable[[str], Tensor], rank: int, world_size: int
+) -> dict[str, dict[str, Any]]:
+    """Writes this rank's files (file f: rank f mod world); ``read`` gives a whole parameter. Returns their digests."""
+    written = {}
+    for index in range(rank, len(plan.files), world_size):
+        specs = {name: (plan.dtype, weights[plan.names[name]][1]) for name in plan.files[index]}
+        name = file_name(index, len(plan.files))
+        written[name] = write_tensors(
+            folder / name, specs, lambda of: read(plan.names[of]).to(plan.dtype), {"format": "pt"}
+        )
     return written
 
 
-def write_rest(
-    folder: Path, source: Path, parameters: list[tuple[str, Tensor]], files: list[list[str]], dtype: torch.dtype
-) -> list[Path]:
+def write_rest(folder: Path, plan: Plan, weights: Mapping[str, Spec]) -> dict[str, dict[str, Any]]:
     """Rank 0: config with the exported dtype, everything else of the source but its weights, and the index."""
-    written = []
-    for path in sorted(source.iterdir()):
+    written = {}
+    for path in sorted(plan.source.iterdir()):
         if path.is_file() and path.name != "config.json" and not path.name.endswith(NOT_COPIED):
-            written.append(Path(shutil.copyfile(path, folder / path.name)))
-            sync(written[-1])
-    config: dict[str, Any] = json.loads((source / "config.json").read_text())
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    write_json(folder / "config.json", config)
-    written.append(folder / "config.json")
-    if len(files) > 1:
-        total = sum(p.numel() * dtype.itemsize for _, p in parameters)
-        where = {name: file_name(f, len(files)) for f, names in enumerate(files) for name in names}
-        index = folder / "model.safetensors.index.json"
-        write_json(index, {"metadata": {"total_size": total}, "weight_map": where})
-        written.append(index)
+            shutil.copyfile(path, folder / path.name)
+            sync(folder / path.name)
+            written[path.name] = digest(folder / path.name)
+    written["config.json"] = write_bytes(folder / "config.json", config_of(plan))
+    if len(plan.files) > 1:
+        total = sum(math.prod(weights[of][1]) * plan.dtype.itemsize for of in plan.names.values())
+        where = {name: file_name(f, len(plan.files)) for f, names in enumerate(plan.files) for name in names}
+        written[INDEX] = write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     return written
+
+
+def config_of(plan: Plan) -> bytes:
+    """The source's config.json: its very bytes, unless the exported dtype is another."""
+    data = (plan.source / "config.json").read_bytes()
+    config: dict[str, Any] = json.loads(data)
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    name = str(plan.dtype).removeprefix("torch.")
+    if config.get(key, "float32") == name:
+        return data
+    return (json.dumps({**config, key: name}, indent=2) + "\n").encode()

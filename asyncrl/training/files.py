@@ -17,6 +17,7 @@ from typing import Any
 from asyncrl.training.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+OWN = "sha256"
 
 
 def digest(path: Path) -> dict[str, Any]:
@@ -34,9 +35,16 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1, sort_keys=True))
+def write_bytes(path: Path, data: bytes) -> dict[str, Any]:
+    """Writes a small file and forces it to disk; returns size and SHA-256 of what was to be written."""
+    path.write_bytes(data)
     sync(path)
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def write_json(path: Path, value: Any, sort_keys: bool = True) -> dict[str, Any]:
+    """As ``write_bytes``."""
+    return write_bytes(path, json.dumps(value, indent=1, sort_keys=sort_keys).encode())
 
 
 def temporary(final: Path) -> Path:
@@ -54,8 +62,15 @@ def seal(folder: Path, files: dict[str, dict[str, Any]], facts: dict[str, Any]) 
     """Writes the manifest of a temporary folder, and forces its sub-folders to disk."""
     for sub in {(folder / name).parent for name in files}:
         sync(sub)
-    write_json(folder / MANIFEST, {**facts, "files": files})
+    manifest = json.loads(json.dumps({**facts, "files": files}))  # as a reader will see it
+    write_json(folder / MANIFEST, {**manifest, OWN: own_checksum(manifest)})
     sync(folder)
+
+
+def own_checksum(manifest: dict[str, Any]) -> str:
+    """SHA-256 of the manifest's content without this entry."""
+    content = {key: value for key, value in manifest.items() if key != OWN}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def publish(folder: Path, final: Path) -> None:
@@ -75,11 +90,13 @@ def publish(folder: Path, final: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises :class:`CheckpointError` if there is no readable manifest."""
+    """Raises :class:`CheckpointError` if there is no readable manifest, or it is damaged."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{folder} is not a complete checkpoint: {MANIFEST}: {e}") from e
+    if not isinstance(manifest, dict) or manifest.get(OWN, own_checksum(manifest)) != own_checksum(manifest):
+        raise CheckpointError(f"checkpoint {folder} is damaged: {MANIFEST} differs from its own checksum")
     return manifest
 
 
@@ -90,25 +107,35 @@ def verify(folder: Path, names: Iterable[str] | None = None) -> None:
     """
     recorded = read_manifest(folder)["files"]
     for name in recorded if names is None else names:
-        path = folder / name
+        path, told = folder / name, recorded[name]
         if not path.exists():
-            raise CheckpointError(f"checkpoint {folder} is damaged: {name} is missing")
-        if digest(path) != recorded[name]:
-            raise CheckpointError(
-                f"checkpoint {folder} is damaged: {name} differs from its checksum. "
-                "Remove this folder to continue from the one before it"
-            )
+            problem = "is missing"
+        elif path.stat().st_size != told["bytes"]:
+            size = path.stat().st_size
+            how = "truncated" if size < told["bytes"] else "longer"
+            problem = f"is {how}: {size} bytes, {told['bytes']} were written"
+        elif digest(path)["sha256"] != told["sha256"]:
+            problem = "differs from its checksum"
+        else:
+            continue
+        raise CheckpointError(
+            f"checkpoint {folder} is damaged: {name} {problem}. Remove this folder to continue from the one before it"
+        )
 
 
-def rotate(root: Path, prefix: str, keep: int) -> None:
-    """Removes all but the ``keep`` newest folders ``<prefix><number>`` (0: keeps all); renames before it deletes."""
-    if keep <= 0:
-        return
-    for folder in numbered(root, prefix)[:-keep]:
-        trash = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(trash, ignore_errors=True)
-        folder.rename(trash)
-        shutil.rmtree(trash)
+def remove(folder: Path) -> None:
+    """Renames a complete folder before it deletes it, so that it is never seen in part."""
+    trash = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(trash, ignore_errors=True)
+    folder.rename(trash)
+    shutil.rmtree(trash)
+
+
+def sweep(root: Path, prefix: str) -> None:
+    """Removes what crashed attempts left: temporary folders and those half removed."""
+    for pattern in (f".{prefix}*.tmp", f".{prefix}*.old"):
+        for folder in root.glob(pattern):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def numbered(root: Path, prefix: str) -> list[Path]:

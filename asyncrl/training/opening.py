@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,11 +34,16 @@ def build_trainer(
     return kind(cfg, load_policy(cfg.model.path, DTYPES[cfg.trainer.master_dtype], cfg.trainer.logprob_chunk), mesh)
 
 
-def open_trainer(cfg: Config, context: RunContext, kind: type[T]) -> T:
-    """Collective. The trainer of a run's rank; makes the process group if one is needed."""
+def open_trainer(cfg: Config, context: RunContext, kind: type[T], data: dict[str, Any] | None = None) -> T:
+    """Collective. The trainer of a run's rank; makes the process groups that are needed.
+
+    ``data``: see ``Trainer.data``. Raises ``CheckpointError`` if the run is resumed from a checkpoint of other data.
+    """
     if backend := needed_backend(cfg, context.world_size):
         context.init_process_group(backend)
     trainer = build_trainer(cfg, context.rank, context.world_size, kind=kind)
+    trainer.data = data or {}
+    trainer.saves.open()
     if cfg.resume:
         trainer.load_latest(context.run_dir / "checkpoints")
     return trainer

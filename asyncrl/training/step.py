@@ -25,9 +25,10 @@ from torch import Tensor
 from asyncrl.algorithms.loss import grpo_loss
 from asyncrl.config.schema import Config
 from asyncrl.rollouts.types import TrainSample
-from asyncrl.training import checkpoint
+from asyncrl.training import checkpoint, restoring
 from asyncrl.training.errors import BatchError, ModelError
 from asyncrl.training.exact import exact
+from asyncrl.training.keeping import Keep
 from asyncrl.training.mesh import Mesh
 from asyncrl.training.metrics import StepReport, StepSums
 from asyncrl.training.model import DTYPES, Policy
@@ -41,6 +42,7 @@ from asyncrl.training.optim import (
     set_learning_rate,
 )
 from asyncrl.training.packing import PackedBatch, pack
+from asyncrl.training.saver import Saver
 from asyncrl.training.sharding import distribute, sum_gradients
 
 
@@ -62,18 +64,39 @@ class Trainer:
         self.optimizer = build_optimizer(self.parameters, cfg.optim)
         self.version = 0
         self.skipped: Counter[str] = Counter()
+        # What the run's position counts in, JSON-able; a checkpoint of other data is refused.
+        self.data: dict[str, Any] = {}
+        self.saves = Saver(mesh, cfg.checkpoint.copies, cfg.deadline.checkpoint_s)
 
     def named_parameters_hf(self) -> list[tuple[str, Tensor]]:
         """(Hugging Face name, tensor or DTensor) in model order; a tied weight appears once."""
         return list(self.policy.lm.named_parameters())
 
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the optimizer's state tensors of a parameter, beside ``step``."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def update_state(self) -> dict[str, Any]:
+        """What a step needs from the steps before, beside the optimizer's state: JSON-able, the same on all ranks."""
+        return {}
+
+    def load_update_state(self, state: dict[str, Any]) -> None:
+        """Takes back what ``update_state`` gave; may not fail."""
+
     def save(self, root: str | Path, keep: int = 0) -> Path:
-        """Collective. Writes ``root/step_<version>``, keeps the ``keep`` newest; see :func:`checkpoint.save`."""
-        return checkpoint.save(self, Path(root), keep)
+        """Collective. Writes ``root/step_<version>`` and waits for it; keeps the ``keep`` newest (0: all).
+
+        Raises :class:`CheckpointError`. Training need not wait: :func:`checkpoint.begin`.
+        """
+        saved: list[Path] = []
+        checkpoint.begin(self, Path(root), Keep(keep), on_saved=saved.append)
+        self.saves.wait()
+        return saved[0]
 
     def load(self, folder: str | Path) -> None:
-        """Collective. Restores one checkpoint; see :func:`checkpoint.load`."""
-        checkpoint.load(self, Path(folder))
+        """Collective. Restores one checkpoint, or raises and changes nothing; see :func:`restoring.load`."""
+        restoring.load(self, Path(folder))
 
     def load_latest(self, root: str | Path) -> Path | None:
         """Collective. Restores the newest checkpoint in ``root`` and returns its folder; None if there is none."""

@@ -23,7 +23,7 @@ from asyncrl.config.schema import Config
 from asyncrl.rollouts.types import Prompt, Sample
 from asyncrl.transport.frames import Message
 
-BATCH_S, START_S = 10.0, 50.0
+BATCH_S, START_S, SAVE_S = 10.0, 50.0, 20.0
 
 
 class Clock:
@@ -51,6 +51,7 @@ def make(steps: int = 5, ready: bool = True) -> Conductor:
     cfg = Config()
     cfg.batch.groups, cfg.batch.group_size, cfg.staleness.max_steps, cfg.trainer.steps = 2, 2, 0, steps
     cfg.deadline.batch_s, cfg.deadline.start_s, cfg.checkpoint.every = BATCH_S, START_S, 0
+    cfg.deadline.checkpoint_s = SAVE_S
     prompts, outbox, rewards = MagicMock(), MagicMock(), MagicMock()
     prompts.heldout.return_value, prompts.cursor.too_long = ([], 0), 0
     prompts.next.side_effect = lambda: (Prompt("train:0", 0, np.zeros(3, np.int32), {}), 0)
@@ -200,25 +201,41 @@ def test_a_step_and_a_checkpoint_are_progress():
 
 
 @pytest.mark.parametrize(
-    ("arrange", "reason"),
+    ("arrange", "limit_s", "reason"),
     [
-        (lambda c: None, "the trainers to report step 1"),
-        (lambda c: setattr(c.desk, "scoring", 3), "rewards of 3 samples and the trainers to report step 1"),
+        (lambda c: None, BATCH_S, "the trainers to report step 1 (deadline.batch_s)"),
+        (
+            lambda c: setattr(c.desk, "scoring", 3),
+            BATCH_S,
+            "rewards of 3 samples and the trainers to report step 1 (deadline.batch_s)",
+        ),
         (
             lambda c: c._handle(step()),
-            "generator/0 to serve version 1 and the trainers to save version 1",
+            SAVE_S,
+            "generator/0 to serve version 1 and the trainers to save version 1 (deadline.checkpoint_s)",
         ),
     ],
     ids=["trainers", "rewards", "checkpoint"],
 )
-def test_the_reason_names_all_that_is_waited_for(arrange, reason):
+def test_the_reason_names_all_that_is_waited_for(arrange, limit_s, reason):
     conductor = make(steps=1)
     finish_groups(conductor)
     arrange(conductor)
     clock = with_clock(conductor)
-    clock.now = BATCH_S
-    with pytest.raises(RunFailed, match=re.escape(f"waited 10 s for {reason} (deadline.batch_s)")):
+    clock.now = limit_s - 1
+    react(conductor)
+    clock.now = limit_s
+    with pytest.raises(RunFailed, match=re.escape(f"waited {limit_s:g} s for {reason}")):
         react(conductor)
+
+
+def test_a_run_ends_once_its_last_checkpoint_is_complete():
+    conductor = make(steps=4)
+    conductor.version, conductor.saved_version = 4, 2
+    conductor.desk.evaluated.update({0, 4})
+    assert not conductor._finished
+    conductor._on_saved(Message("saved", {"version": 4, "path": "x"}, (), "trainer/0", 1, 1))
+    assert conductor._finished
 
 
 def test_without_a_generator_the_time_to_start_one_counts_from_its_loss():

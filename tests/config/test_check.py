@@ -170,6 +170,31 @@ def test_ways_of_moving_weights(make, changes, place, gpus, expected):
     assert keys(make(**changes), gpus, **place) == expected
 
 
+SFT = {"mode": "sft"}
+BEST = {"checkpoint.keep_best": 1, "checkpoint.every": 10, "eval.every": 10}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (BEST, []),
+        (BEST | {"checkpoint.best_by": "eval/accuracy"}, []),
+        (BEST | {"eval.every": 4}, []),  # step 20 is both
+        (BEST | {"eval.every": 0}, ["checkpoint.keep_best"]),
+        (BEST | {"checkpoint.every": 0}, ["checkpoint.keep_best"]),
+        (BEST | {"eval.every": 7}, ["checkpoint.keep_best"]),
+        (BEST | {"env.heldout_size": 0}, ["checkpoint.keep_best"]),
+        (BEST | {"checkpoint.best_by": "eval/loss"}, ["checkpoint.best_by"]),
+        (BEST | SFT | {"checkpoint.best_by": "eval/loss"}, []),
+        (BEST | SFT | {"checkpoint.best_by": "eval/accuracy"}, ["checkpoint.best_by"]),
+        ({"eval.every": 0}, []),
+    ],
+)
+def test_the_best_checkpoint_needs_evaluations(make, tmp_path, changes, expected):
+    (tmp_path / "asyncrl" / "modes" / "sft.py").touch()
+    assert keys(make(**{"trainer.steps": 60} | changes)) == expected
+
+
 def test_ranks_of_other_machines_need_an_address_that_they_reach(make, tmp_path):
     across = {"world_size": 4, "local_world_size": 2}
     assert keys(make(), **across) == ["transport.host"]

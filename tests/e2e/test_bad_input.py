@@ -79,7 +79,7 @@ def test_a_reward_that_is_no_number_now_and_then_is_counted(tmp_path):
 def test_a_full_disk_at_a_checkpoint_leaves_the_one_before_and_the_run_goes_on_from_it(tmp_path):
     run_dir = tmp_path / "run"
     overrides = settings(run_dir, checkpoint__every=2)
-    fault = Fault("asyncrl.training.checkpoint:save_file", "no space", nth=2)
+    fault = Fault("asyncrl.training.checkpoint:write_tensors", "no space", nth=2)
     launch = Launch(overrides, env=plan(tmp_path / "plan", fault))
     launch.start(tmp_path / "output.log")
     assert launch.wait() == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from asyncrl.transport.keys import main as keys_main
@@ -38,6 +40,24 @@ def test_two_trainer_ranks_share_the_batches(tmp_path):
     run(tmp_path, settings(run_dir, trainer__steps=3), ranks=2)
     assert summary(run_dir)["conservation"]["trained"] == 3 * 4
     assert [r["train/samples"] for r in steps(run_dir)] == [16, 16, 16]
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_by_held_out_accuracy_stays_beside_the_newest(tmp_path):
+    """Evaluations end after later checkpoints have been written; the last one after the last."""
+    run_dir = tmp_path / "run"
+    best = {"checkpoint__keep": 1, "checkpoint__keep_best": 1, "eval__every": 2, "trainer__steps": 8}
+    run(tmp_path, settings(run_dir, env__heldout_size=16, **best))
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    scores = {r["step"]: r["eval/accuracy"] for r in records if r.get("eval/accuracy") is not None and r["step"]}
+    assert 8 in scores and len(scores) > 1, "a version may be passed over while an older one is evaluated"
+    first = max(scores, key=lambda step: (scores[step], step))
+    found = {p.name for p in (run_dir / "checkpoints").glob("step_*")}
+    assert found == {f"step_{first:06d}", "step_000008"}
+    assert (run_dir / "checkpoints" / "best").resolve().name == f"step_{first:06d}"
+    assert len([r for r in steps(run_dir) if r.get("time/checkpoint_hold_s", 0) > 0]) == 3, (
+        "the last has no step after it"
+    )
 
 
 @pytest.mark.slow

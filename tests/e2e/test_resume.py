@@ -67,7 +67,7 @@ def test_resumed_after_the_last_step(tmp_path):
     more = {"trainer__steps": 3, "checkpoint__every": 0, "eval__every": 0}
     env = plan(
         tmp_path / "plan",
-        Fault("asyncrl.training.checkpoint:save", "kill"),
+        Fault("asyncrl.training.checkpoint:Write.finish", "kill"),
         Fault("asyncrl.actors.conductor:Conductor._on_saved", "kill", after=True),
     )
     outputs = []

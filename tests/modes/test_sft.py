@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.config.context import Place, RunContext
 from asyncrl.config.errors import RunFailed
 from asyncrl.config.schema import Config, EnvConfig, NewModelConfig
+from asyncrl.data.corpus import EnvCorpus
 from asyncrl.modes import sft
 from asyncrl.report.metrics import read_metrics
 from asyncrl.report.summary import read_summary
+from asyncrl.training import checkpoint
+from asyncrl.training.errors import CheckpointError
+from asyncrl.training.files import verify
+from asyncrl.training.sft import SftTrainer
 
 ONE = Place(rank=0, local_rank=0, world_size=1, local_world_size=1, node=0, attempt=0)
 
@@ -80,6 +87,100 @@ def test_a_resumed_run_ends_at_the_same_weights(tmp_path):
     rest.resume = str(part)
     run(rest, part)
     assert digests(part / "checkpoints" / "step_000006" / "hf") == digests(whole / "checkpoints" / "step_000006" / "hf")
+
+
+def folders(run_dir: Path) -> list[str]:
+    return sorted(p.name for p in (run_dir / "checkpoints").glob("step_*"))
+
+
+@pytest.fixture(scope="module")
+def saved_at_every_step(tmp_path_factory):
+    """A run of 6 steps, three epochs, and the same one of 8 steps."""
+    runs = []
+    for steps in (6, 8):
+        cfg = every_step(steps)
+        runs.append(run(cfg, tmp_path_factory.mktemp("runs") / str(steps)))
+    return runs
+
+
+def every_step(steps: int) -> Config:
+    cfg = settings()
+    cfg.env.size = 32  # an epoch is two steps
+    cfg.trainer.steps, cfg.checkpoint.every, cfg.checkpoint.keep = steps, 1, 10
+    return cfg
+
+
+@pytest.mark.parametrize("saved", [1, 2, 6], ids=["middle of an epoch", "end of an epoch", "last step"])
+def test_row_8_resumed_at_any_step(saved_at_every_step, tmp_path, monkeypatch, saved):
+    """torchtune #2490, #2439: the next batch is the same, found without walking through the data; all bytes agree."""
+    shorter, longer = saved_at_every_step
+    folder = tmp_path / "run"
+    shutil.copytree(shorter, folder)
+    for name in folders(folder):
+        if int(name[5:]) > saved:
+            shutil.rmtree(folder / "checkpoints" / name)
+    position = json.loads((folder / "checkpoints" / f"step_{saved:06d}" / "manifest.json").read_text())["data"]
+    assert position["position"] == {"batches": saved, "epoch": saved // 2, "conversations": 16 * (saved % 2)}
+    asked, conversation = [], EnvCorpus.conversation
+    monkeypatch.setattr(EnvCorpus, "conversation", lambda self, i: asked.append(i) or conversation(self, i))
+    cfg = every_step(8)
+    cfg.resume = str(folder)
+    run(cfg, folder)
+    assert len(asked) == 16 * (8 - saved) + 8, "the steps that are left, and the held-out conversations"
+    last = "checkpoints/step_000008"
+    for part in ("hf", "state"):
+        assert digests(folder / last / part) == digests(longer / last / part)
+
+
+def test_a_finished_run_that_is_resumed_trains_nothing(saved_at_every_step, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(saved_at_every_step[0], folder)
+    before = digests(folder / "checkpoints/step_000006/state")
+    cfg = every_step(6)
+    cfg.resume = str(folder)
+    run(cfg, folder)
+    assert digests(folder / "checkpoints/step_000006/state") == before
+    assert read_summary(folder / "summary.json").ended == "finished"
+
+
+def test_other_data_is_no_continuation(saved_at_every_step, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(saved_at_every_step[0], folder)
+    cfg = every_step(8)
+    cfg.resume, cfg.sft.batch_size = str(folder), 8
+    with pytest.raises(CheckpointError, match=r"other data: it had sft\.batch_size=16, now 8"):
+        run(cfg, folder)
+    assert "sft.batch_size=16" in read_summary(folder / "summary.json").reason
+
+
+def test_the_best_checkpoint_by_the_held_out_loss_stays(tmp_path, monkeypatch):
+    losses = [7.0, 5.0, 1.0, 4.0, 3.0, 2.0, 6.0]
+    monkeypatch.setattr(SftTrainer, "loss", lambda self, batch: losses[self.version])
+    cfg = settings()
+    cfg.checkpoint.every = cfg.eval.every = cfg.checkpoint.keep = cfg.checkpoint.keep_best = 1
+    done = run(cfg, tmp_path / "run")
+    assert folders(done) == ["step_000002", "step_000006"]
+    assert (done / "checkpoints/best").resolve().name == "step_000002"
+    held = [r["time/checkpoint_hold_s"] for r in read_metrics(done / "metrics.jsonl") if r["step"] > 1]
+    assert len(held) == 5 and min(held) > 0
+
+
+def test_a_full_disk_ends_the_run_with_the_reason_and_the_checkpoint_before_is_good(tmp_path, monkeypatch):
+    real, calls = checkpoint.write_tensors, []
+
+    def full(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        run(settings(export=str(tmp_path / "shipped")), tmp_path / "run")
+    summary = read_summary(tmp_path / "run" / "summary.json")
+    assert summary.ended == "failed" and "could not write checkpoint" in summary.reason
+    assert folders(tmp_path / "run") == ["step_000003"] and not (tmp_path / "shipped").exists()
+    verify(tmp_path / "run" / "checkpoints" / "step_000003")
 
 
 def test_data_that_the_template_cannot_render_ends_the_run_with_its_reason(tmp_path):

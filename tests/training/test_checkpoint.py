@@ -107,7 +107,7 @@ def test_export_dtype_is_the_source_s_unless_chosen(path, tmp_path, chosen):
 
 def test_large_exports_are_cut_into_files_with_an_index(path, tmp_path, monkeypatch):
     plan = export.plan_files
-    monkeypatch.setattr(export, "plan_files", lambda parameters, dtype: plan(parameters, dtype, limit=20_000))
+    monkeypatch.setattr(export, "plan_files", lambda sizes: plan(sizes, limit=20_000))
     trainer = trainer_on(path, "float32")
     hf = trainer.save(tmp_path) / "hf"
     index = json.loads((hf / "model.safetensors.index.json").read_text())
@@ -156,8 +156,8 @@ def full_disk(monkeypatch, where):
 
 
 PLACES = [
-    "asyncrl.training.checkpoint.save_file",
-    "asyncrl.training.export.save_file",
+    "asyncrl.training.checkpoint.write_tensors",
+    "asyncrl.training.export.write_tensors",
     "asyncrl.training.export.shutil.copyfile",
     "asyncrl.training.files.os.fsync",
     "asyncrl.training.checkpoint.fresh",
@@ -232,6 +232,6 @@ def test_another_model_is_refused(path, tmp_path):
     folder = trainer_on(path).save(tmp_path)
     tied = "lm_head.weight" not in dict(trainer_on(path).named_parameters_hf())
     other = trainer_on(tiny_folder(tmp_path / "other", tied=not tied))
-    with pytest.raises(CheckpointError, match="another model"):
+    with pytest.raises(CheckpointError, match=r"another model.*tie_word_embeddings"):
         other.load(folder)
     assert Path(folder).is_dir()
