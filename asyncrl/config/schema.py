@@ -153,6 +153,28 @@ class TrainerConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """The trainer ranks as a mesh, ``dp_replicate * dp_shard * tp`` of them; the default shards everything over all.
+
+    Ranks are numbered with ``tp`` innermost: the ranks that split one layer are neighbours, on one machine.
+    """
+
+    # Copies of the sharded model (HSDP). Saves gathers of weights between copies, put on different machines: only
+    # gradients cross. Costs memory: each copy holds all weights and optimizer state.
+    dp_replicate: Positive = 1
+    # Ranks that share one copy of weights, gradients and optimizer state (FSDP2); 0 or -1: all that are left. Saves
+    # memory in proportion. Costs a gather of each layer in forward and in backward.
+    dp_shard: Annotated[int, Range(-1)] = 0
+    # Ranks that split the heads and the MLP of each layer (tensor parallelism). Saves activations, and the weights that
+    # a layer needs at once; fewer data ranks, so smaller batches. Costs two sums of activations a layer and direction.
+    tp: Positive = 1
+    # Not part of this version; here so that they are refused by name.
+    cp: Positive = 1  # context parallelism
+    pp: Positive = 1  # pipeline parallelism
+    ep: Positive = 1  # expert parallelism
+
+
+@dataclass
 class OptimConfig:
     lr: NonNegative = 1e-3
     beta1: BelowOne = 0.9
@@ -254,6 +276,7 @@ class Config:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

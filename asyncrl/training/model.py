@@ -18,6 +18,7 @@ from asyncrl.training.documents import TakeRows
 from asyncrl.training.errors import ModelError
 from asyncrl.training.head import selected_logprob_entropy
 from asyncrl.training.packing import PackedBatch
+from asyncrl.training.tensor_parallel import head_weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +46,7 @@ class Policy(nn.Module):
         ).last_hidden_state
         hidden_ME = TakeRows.apply(hidden_1TE[0], batch.predict_M)
         logp_M, entropy_M = selected_logprob_entropy(
-            hidden_ME, head.weight, batch.target_M, temperature, self.logprob_chunk
+            hidden_ME, head_weight(head), batch.target_M, temperature, self.logprob_chunk
         )
         return logp_M, entropy_M.detach()
 

@@ -28,7 +28,7 @@ def build_trainer(
     """
     if cfg.model.compute_dtype not in DTYPES or cfg.trainer.master_dtype not in DTYPES:
         raise ValueError(f"model.compute_dtype and trainer.master_dtype must be one of {', '.join(DTYPES)}")
-    mesh = open_mesh(rank, world_size, device)
+    mesh = open_mesh(rank, world_size, device, cfg.parallel)
     if mesh.device.type == "cpu":
         torch.set_num_threads(cfg.trainer.threads)
     return kind(cfg, load_policy(cfg.model.path, DTYPES[cfg.trainer.master_dtype], cfg.trainer.logprob_chunk), mesh)
