@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from asyncrl.config.schema import Config
 from asyncrl.training.errors import ModelError
 from asyncrl.training.exact import exact
+from asyncrl.training.loading import read_weights
 from asyncrl.training.mesh import Mesh
 from asyncrl.training.model import DTYPES, Policy, layers
 from asyncrl.training.tensor_parallel import split
@@ -44,6 +45,8 @@ def distribute(policy: Policy, mesh: Mesh, cfg: Config) -> bool:
         for layer in layers(policy.lm):
             _checkpoint(layer, compute)
     if not sharded:
+        if policy.unread is not None:
+            raise ModelError("a policy without weights is only read in shards; load it with load_policy")
         policy.to(mesh.device)
         if compute != master:
             raise ModelError(
@@ -61,6 +64,8 @@ def distribute(policy: Policy, mesh: Mesh, cfg: Config) -> bool:
             if mesh.device.type == "cpu":
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
             module.set_gradient_divide_factor(1.0)
+    if policy.unread is not None:
+        read_weights(policy, mesh.device)
     return True
 
 

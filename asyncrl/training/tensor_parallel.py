@@ -214,6 +214,12 @@ def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", mesh))
 
 
+def _join(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Equal pieces of all ranks behind each other along dimension 0."""
+    gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor  # its name since and before 2.13
+    return funcol.wait_tensor(gather(x, 0, mesh))
+
+
 class Entry:
     """Into a split region: the input itself, whose gradient is summed over ranks.
 
@@ -275,8 +281,7 @@ class GatherFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
         ctx.mesh, ctx.size = mesh, x.shape[-1]
-        joined = funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous(), 0, mesh))
-        return torch.cat(joined.chunk(mesh.size()), dim=-1)
+        return torch.cat(_join(x.contiguous(), mesh).chunk(mesh.size()), dim=-1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -291,7 +296,7 @@ class GatherRows(torch.autograd.Function):
         ctx.first, ctx.rows = rows_of(rows, mesh), len(piece)
         most = -(-rows // mesh.size())
         padded = F.pad(piece, (0, 0, 0, most - len(piece))) if len(piece) < most else piece.contiguous()
-        return funcol.wait_tensor(funcol.all_gather_tensor(padded, 0, mesh))[:rows]
+        return _join(padded, mesh)[:rows]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
