@@ -52,7 +52,10 @@ class ModelConfig:
 
     path: str = "asyncrl/assets/qwen3-tiny"
     new: NewModelConfig = field(default_factory=NewModelConfig)
-    compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # float64 only for exactness tests
+    # Of activations and products. bfloat16 halves activations and gathered weights and uses the tensor cores; log-probs
+    # lose digits (mismatch/abs_mean shows how many). float8: bfloat16 with the layers' products in 8 bits, on GPUs that
+    # have them; saves time, not memory, and costs more digits. float64 is for exactness tests.
+    compute_dtype: Literal["float32", "bfloat16", "float8", "float64"] = "float32"
 
 
 @dataclass
@@ -146,8 +149,20 @@ class TrainerConfig:
     steps: Positive = 60
     token_budget: Positive = 16384  # tokens in one micro-batch of one rank
     threads: Positive = 2  # CPU only: intra-op threads of one trainer rank
-    shard: bool = True  # FSDP2 over all ranks
-    activation_checkpointing: bool = False
+    shard: bool = True  # FSDP2 over the ranks of parallel.dp_shard; false: every rank holds everything
+    # Layers that keep only their input and compute the rest again in backward. none | full: every layer; saves most,
+    # costs one more forward of them | every_K: one layer in K, as much of both | selective: every layer keeps its
+    # matrix products and attention and recomputes what is cheap; saves less, costs little.
+    activation_checkpointing: str = "none"
+    # Activations wait for backward in pinned host memory. Saves nearly all of them on the GPU; costs their way there
+    # and back, during which the GPU waits. With activation_checkpointing=full only each layer's input goes.
+    activation_offload: bool = False
+    # torch.compile of each layer but its attention. Saves time on GPUs and the memory of what is fused; costs
+    # compilation at the start; numbers differ by rounding from those of the layers as they are.
+    compile: bool = False
+    # Master weights, gradients and optimizer state in host memory (FSDP2). Saves 16 bytes a parameter of a shard on the
+    # GPU; costs the transfers of each layer, and optimizer steps at the speed of the CPU.
+    cpu_offload: bool = False
     logprob_chunk: Positive = 4096  # tokens a chunk of the head; logits of one chunk live at a time
     master_dtype: Literal["float32", "float64"] = "float32"  # bfloat16 would lose updates at learning rate 1e-6
 

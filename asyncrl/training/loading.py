@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from asyncrl.training.attention import ATTENTION
@@ -68,8 +69,10 @@ def empty_policy(path: str | Path, dtype: torch.dtype = torch.float32, logprob_c
 
 
 @torch.no_grad()
-def read_weights(policy: Policy, device: torch.device) -> None:
-    """Gives sharded meta parameters memory on ``device`` and their values from ``policy.unread``.
+def read_weights(policy: Policy, device: torch.device, weights_device: torch.device | None = None) -> None:
+    """Gives sharded meta parameters memory and their values from ``policy.unread``.
+
+    They go to ``weights_device``, which defaults to ``device``, where buffers go.
 
     Raises :class:`ModelError` for a missing, leftover or misshapen tensor, and for a file that cannot be read.
     """
@@ -77,7 +80,14 @@ def read_weights(policy: Policy, device: torch.device) -> None:
     assert folder is not None, "the policy has its weights"
     embedding, head = policy.lm.get_input_embeddings(), policy.lm.get_output_embeddings()
     tied = head.weight is embedding.weight
-    policy._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    home = weights_device or device
+
+    def give(t: Tensor) -> Tensor:
+        if t.is_meta:
+            return torch.empty_like(t, device=home)
+        return t if isinstance(t, DTensor) else t.to(device)
+
+    policy._apply(give)
     if tied and head.weight is not embedding.weight:  # parameters that are not sharded are made anew, each for itself
         head.weight = embedding.weight
     wanted: dict[str, Tensor] = dict(policy.lm.named_parameters())

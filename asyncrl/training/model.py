@@ -23,7 +23,13 @@ from asyncrl.training.tensor_parallel import head_weight
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+# Of activations; with float8 only the products of the layers are in 8 bits.
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float8": torch.bfloat16,
+    "float64": torch.float64,
+}
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 # Changes to the logits after the head that the chunked head does not reproduce, with their neutral value.
