@@ -19,7 +19,6 @@ sees this rank's heads and needs to know nothing of it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +60,7 @@ def split(lm: PreTrainedModel, mesh: DeviceMesh, linear: Linear = F.linear) -> N
         elif type(module) is not nn.Linear:
             raise ModelError(f"{name} is to be split as {style} and is a {type(module).__name__}, not a linear layer")
         elif style == "rowwise":
-            _rowwise(module, mesh, linear)
+            _rowwise(module, mesh, linear, entries.setdefault(name.rpartition(".")[0], Entry(mesh)))
         else:
             entry = entries.setdefault(name.rpartition(".")[0], Entry(mesh))
             _colwise(module, mesh, linear, entry, gather=style == "colwise_gather_output")
@@ -137,11 +136,12 @@ def _colwise(module: nn.Linear, mesh: DeviceMesh, linear: Linear, entry: Entry, 
     module.forward = forward  # type: ignore
 
 
-def _rowwise(module: nn.Linear, mesh: DeviceMesh, linear: Linear) -> None:
+def _rowwise(module: nn.Linear, mesh: DeviceMesh, linear: Linear, entry: Entry) -> None:
     _place(module, "weight", mesh, Shard(1))
     _place(module, "bias", mesh, Replicate())
 
     def forward(x: Tensor) -> Tensor:
+        entry.leave()
         out = SumForward.apply(linear(x, local(module.weight), None), mesh)
         return out if module.bias is None else out + local(module.bias)
 
@@ -223,20 +223,21 @@ def _join(x: Tensor, mesh: DeviceMesh) -> Tensor:
 class Entry:
     """Into a split region: the input itself, whose gradient is summed over ranks.
 
-    The layers that share an input (queries, keys, values; gate and up) share its one sum in backward.
+    The layers that share an input (queries, keys, values; gate and up) share its one sum in backward. The layer that
+    ends the region lets go of it.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        self._last: tuple[Any, Any] = (lambda: None, lambda: None)  # weak: activations must not live on here
+        self._last: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        source, result = (reference() for reference in self._last)
-        if source is x and result is not None and result.requires_grad == x.requires_grad:
-            return result
-        out: Tensor = SumBackward.apply(x, self._mesh)
-        self._last = weakref.ref(x), weakref.ref(out)
-        return out
+        if self._last is None or self._last[0] is not x:
+            self._last = x, SumBackward.apply(x, self._mesh)
+        return self._last[1]
+
+    def leave(self) -> None:
+        self._last = None
 
 
 class SumGradient:

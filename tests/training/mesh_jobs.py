@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from asyncrl.rollouts.types import TrainSample
+from asyncrl.training import tensor_parallel
 from asyncrl.training.errors import BatchError
 from asyncrl.training.opening import build_trainer
 from asyncrl.training.step import Trainer
@@ -46,7 +47,7 @@ MESHES: dict[int, dict[str, dict[str, int]]] = {
         "copies x tp": {"dp_replicate": 2, "dp_shard": -1, "tp": 2},
     },
 }
-SIZES = dict(
+SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=8,
     intermediate_size=48, max_position_embeddings=256, initializer_range=0.1, pad_token_id=0, eos_token_id=1,
     bos_token_id=None,
@@ -131,6 +132,11 @@ def gradients(rank: int, world: int, root: str) -> dict[Any, Any]:
                     continue
                 cfg = tiny_run(f"{root}/{family}", dtype, parallel=parallel)
                 out[family, dtype, mesh] = trained(cfg, rank, world)
+    if world == 4:
+        for mesh, choice in (("hsdp", "full"), ("dp x tp", "selective"), ("copies x tp", "every_2")):
+            levers = {"activation_checkpointing": choice}
+            cfg = tiny_run(f"{root}/qwen3", "float64", parallel=MESHES[4][mesh], trainer=levers)
+            out["qwen3", "float64", f"{mesh}, {choice}"] = trained(cfg, rank, world)
     return out
 
 
@@ -155,6 +161,17 @@ def pushed(rank: int, world: int, root: str) -> dict[str, bool]:
 
 def build_reference(root: str) -> Any:
     return Qwen3ForCausalLM.from_pretrained(f"{root}/qwen3 untied")
+
+
+def sums_of_a_layer(rank: int, world: int, root: str) -> float:
+    """Sums over tensor-parallel ranks that a layer costs in forward and backward; Llama has no norms of heads."""
+    cfg = tiny_run(f"{root}/llama", "float32", parallel={"tp": world}, report={"noise_floor_every": 0})
+    trainer = build_trainer(cfg, rank, world)
+    calls, one = [], tensor_parallel._sum
+    tensor_parallel._sum = lambda x, mesh: calls.append(1) or one(x, mesh)
+    trainer.step([make_samples()])
+    tensor_parallel._sum = one
+    return (len(calls) - 1) / SIZES["num_hidden_layers"]  # the embedding takes one
 
 
 def unequal_peers(rank: int, world: int, root: str) -> str:
@@ -184,6 +201,7 @@ def job(rank: int, world: int, root: str) -> dict[str, Any]:
     out = {"gradients": gradients(rank, world, root), "pushed": pushed(rank, world, root)}
     if world == 2:
         out["unequal"] = unequal_peers(rank, world, root)
+        out["sums"] = sums_of_a_layer(rank, world, root)
     if world == 4:
         out["held"] = held(rank, world, root)
     return out

@@ -46,6 +46,12 @@ def test_tensor_parallel_peers_must_get_the_same_batch(ranks):
         assert "tensor-parallel peers differ" in seen["unequal"]
 
 
+def test_a_split_layer_costs_two_sums_in_each_direction(ranks):
+    """Queries, keys and values share the sum of their input's gradient; so do gate and up."""
+    for seen in ranks[2]:
+        assert seen["sums"] == 4
+
+
 def test_no_rank_ever_holds_more_than_its_shards_and_one_piece(ranks):
     """Meta device, shard, then read slices: torchtune has each rank read the whole checkpoint."""
     for seen in ranks[4]:
