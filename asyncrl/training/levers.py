@@ -113,8 +113,8 @@ class Offloaded:
             return self._forward(*args, **kwargs)
 
     def _pack(self, weights: set[int], x: Tensor) -> Tensor | tuple[Tensor]:
-        small = x.nbytes < self._smallest or type(x) is not Tensor or x.device.type != self._device.type
-        if small or x.untyped_storage().data_ptr() in weights:
+        stays = x.nbytes < SMALLEST_BYTES or type(x) is not Tensor or x.device.type != self._device.type
+        if stays or x.untyped_storage().data_ptr() in weights:
             return x
         kept = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
         kept.copy_(x, non_blocking=True)

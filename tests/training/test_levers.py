@@ -81,9 +81,10 @@ def test_offloaded_activations_come_back_and_weights_stay(recompute, monkeypatch
         for layer in layers(policy.lm):
             if recompute:
                 layer.forward = levers.recomputed(layer.forward, torch.float32, selective=False)
-            layer.forward = levers.Offloaded(layer, layer.forward, CPU, smallest=1)
+            layer.forward = levers.Offloaded(layer, layer.forward, CPU)
 
     monkeypatch.setattr(levers.Offloaded, "_pack", watched)
+    monkeypatch.setattr(levers, "SMALLEST_BYTES", 1)
     policy = policy_with(offload)
     assert torch.equal(gradient(policy), gradient(policy_with()))
     weights = {p.data_ptr() for p in policy.parameters()}
