@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from asyncrl.training.errors import ModelError
+from asyncrl.weights.gather import local_of
 
 MULTIPLE = 16  # both sizes of a weight, as the hardware wants them
 CAPABILITY = (8, 9)  # Ada, Hopper and later
@@ -30,13 +31,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def convert(layer: nn.Module) -> None:
-    """Has the linear layers in a decoder layer compute by :func:`linear`. Raises :class:`ModelError` for odd sizes."""
+    """Has the linear layers in a decoder layer compute by :func:`linear`."""
+    for module in layer.modules():
+        if type(module) is nn.Linear:
+            module.forward = _Forward(module)  # type: ignore
+
+
+def check_sizes(layer: nn.Module) -> None:
+    """Raises :class:`ModelError` for a linear layer whose part on this rank has a size that fp8 products cannot have."""
     for name, module in layer.named_modules():
         if type(module) is nn.Linear:
-            if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
-                size = f"{module.out_features} x {module.in_features}"
-                raise ModelError(f"model.compute_dtype=float8: {name} is {size}, fp8 products need multiples of 16")
-            module.forward = _Forward(module)  # type: ignore
+            rows, columns = local_of(name, module.weight).tensor.shape
+            if rows % MULTIPLE or columns % MULTIPLE:
+                size = f"{rows} x {columns} on a rank"
+                raise ModelError(f"model.compute_dtype=float8: {name} is {size}, and fp8 products need multiples of 16")
 
 
 def check_device(device: torch.device) -> None:

@@ -46,6 +46,9 @@ def distribute(policy: Policy, mesh: Mesh, cfg: Config) -> bool:
             float8.convert(layer)
     if mesh.tp_devices is not None:
         split(policy.lm, mesh.tp_devices, float8.linear if eight_bits else F.linear)
+    if eight_bits:
+        for layer in layers(policy.lm):
+            float8.check_sizes(layer)
     pull(policy.lm, cfg.trainer, compute, mesh.device)
     if not sharded:
         if policy.unread is not None:
