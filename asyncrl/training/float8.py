@@ -38,7 +38,7 @@ def convert(layer: nn.Module) -> None:
 
 
 def check_sizes(layer: nn.Module) -> None:
-    """Raises :class:`ModelError` for a linear layer whose part on this rank has a size that fp8 products cannot have."""
+    """Raises :class:`ModelError` for a linear layer whose part on this rank has no size for fp8 products."""
     for name, module in layer.named_modules():
         if type(module) is nn.Linear:
             rows, columns = local_of(name, module.weight).tensor.shape
