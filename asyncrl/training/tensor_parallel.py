@@ -163,6 +163,8 @@ def _split_vocabulary(lm: PreTrainedModel, mesh: DeviceMesh) -> set[nn.Module]:
         head.weight = embedding.weight
     else:
         _place(head, "weight", mesh, Shard(0))
+    if head.bias is not None:
+        _place(head, "bias", mesh, Shard(0))
     _embed_split(embedding, mesh)
     return {embedding, head}
 
