@@ -84,8 +84,7 @@ def _compiled(config: Config) -> Iterator[Problem]:
     if config.parallel.tp > 1:
         yield Problem(
             "trainer.compile",
-            "layers that are split over ranks exchange their parameters for local ones call by call, which would be "
-            "compiled anew each time",
+            "torch.compile has not been tried on layers that are split over ranks",
             "parallel.tp=1, or trainer.compile=false",
         )
     compiler = os.environ.get("CXX")
