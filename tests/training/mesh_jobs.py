@@ -117,50 +117,40 @@ def trained(
     return seen[0], weights(trainer), reports
 
 
+RECOMPUTED = {"hsdp": "full", "dp x tp": "selective", "copies x tp": "every_2"}
+
+
 def gradients(rank: int, world: int, root: str) -> dict[Any, Any]:
-    """By (family, dtype, mesh): every mesh for one family, the meshes with tensor parallelism for the others."""
+    """By (family, dtype, mesh): every mesh for one family, some with recomputed layers; two ranks split the others."""
     out = {}
-    for family in FAMILIES:
+    for family in FAMILIES if world < 4 else ("qwen3",):
+        main = family == "qwen3"
         for mesh, parallel in MESHES[world].items():
-            for dtype in ("float64", "float32"):
-                main = family == "qwen3"
-                if not main and (
-                    dtype == "float32" or (world == 2 and mesh != "tp") or (world == 4 and mesh != "dp x tp")
-                ):
+            for dtype in ("float64", "float32") if main else ("float64",):
+                if not main and mesh not in ("one", "tp"):
                     continue
-                if world == 4 and family not in ("qwen3", "qwen3 untied"):
-                    continue
-                cfg = tiny_run(f"{root}/{family}", dtype, parallel=parallel)
-                out[family, dtype, mesh] = trained(cfg, rank, world)
-    if world == 4:
-        for mesh, choice in (("hsdp", "full"), ("dp x tp", "selective"), ("copies x tp", "every_2")):
-            levers = {"activation_checkpointing": choice}
-            cfg = tiny_run(f"{root}/qwen3", "float64", parallel=MESHES[4][mesh], trainer=levers)
-            out["qwen3", "float64", f"{mesh}, {choice}"] = trained(cfg, rank, world)
+                cfg = tiny_run(f"{root}/{family}", dtype, parallel=parallel, report={"noise_floor_every": 0})
+                if dtype == "float64":
+                    cfg.trainer.activation_checkpointing = RECOMPUTED.get(mesh, "none")
+                out[family, dtype, mesh] = trained(cfg, rank, world, 2 if main and dtype == "float64" else 1)
     return out
 
 
 def pushed(rank: int, world: int, root: str) -> dict[str, bool]:
     """Whether the gathered push of every mesh equals the weights in the folder, and the summed digests theirs."""
     found = {}
+    want = {n: p.bfloat16() for n, p in Qwen3ForCausalLM.from_pretrained(f"{root}/qwen3 untied").named_parameters()}
     for mesh, parallel in MESHES[world].items():
         trainer = build_trainer(tiny_run(f"{root}/qwen3 untied", "float32", parallel=parallel), rank, world)
         locals_ = [local_of(name, p) for name, p in trainer.named_parameters_hf()]
         plan = Gatherer(locals_, torch.bfloat16, rank=rank, world=world, group=dist.new_group(), bucket_bytes=4096)
         streams = [plan.gather(bucket, locals_) for bucket in plan.buckets]
         digests = plan.shard_digests()
-        want = dict(build_reference(root).named_parameters())
         if rank == 0:
             stream = torch.cat(streams)
-            same = all(torch.equal(s.view(stream), want[s.name].bfloat16()) for s in plan.manifest.specs)
-            found[mesh] = (
-                same and len(plan.buckets) > 1 and digests == tensor_digests(t.bfloat16() for t in want.values())
-            )
+            same = all(torch.equal(s.view(stream), want[s.name]) for s in plan.manifest.specs)
+            found[mesh] = same and len(plan.buckets) > 1 and digests == tensor_digests(want.values())
     return found
-
-
-def build_reference(root: str) -> Any:
-    return Qwen3ForCausalLM.from_pretrained(f"{root}/qwen3 untied")
 
 
 def sums_of_a_layer(rank: int, world: int, root: str) -> float:
@@ -185,9 +175,10 @@ def unequal_peers(rank: int, world: int, root: str) -> str:
 
 
 def held(rank: int, world: int, root: str) -> dict[str, Any]:
-    """Bytes, for every mesh: (held at once while a trainer is built, its shards, its largest shard, the model)."""
+    """Bytes, by mesh: (held at once while a trainer is built, its shards, its largest shard, the model)."""
     found: dict[str, Any] = {}
-    for mesh, parallel in MESHES[world].items():
+    for mesh in ("hsdp", "tp", "dp x tp"):
+        parallel = MESHES[world][mesh]
         with Memory() as memory:
             trainer = build_trainer(tiny_run(f"{root}/larger", "float32", parallel=parallel), rank, world)
         named = trainer.named_parameters_hf()

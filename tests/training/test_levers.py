@@ -98,17 +98,17 @@ def test_compiled_layers_are_not_compiled_anew_for_every_batch():
 
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
-    policy, counts = policy_with(num_hidden_layers=3), []
+    policy, counts = policy_with(), []
     stay_uncompiled(policy.lm)
     for layer in layers(policy.lm):
         layer.forward = levers.compiled(layer.forward, counter)
-    for seed in range(6):
+    for seed in range(4):
         samples = make_samples(groups=3 + seed, size=2 + seed % 3, seed=seed)
         policy.zero_grad()
-        plain = gradient(policy_with(num_hidden_layers=3), samples)
+        plain = gradient(policy_with(), samples)
         assert relative(gradient(policy, samples), plain) < 1e-6
         counts.append(counter.frame_count)
-    assert 0 < counts[-1] == counts[2], counts
+    assert 0 < counts[-1] == counts[1], counts
     assert counts[-1] <= 8, counts
 
 
