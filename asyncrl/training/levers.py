@@ -50,6 +50,8 @@ def pull(lm: PreTrainedModel, trainer: TrainerConfig, compute: torch.dtype, devi
     """Applies the levers that ``trainer`` sets to the decoder layers of ``lm``, in place, before they are sharded."""
     choice = trainer.activation_checkpointing
     every = recomputed_every(choice)
+    if choice == "none" and not (trainer.compile or trainer.activation_offload):
+        return
     if trainer.compile:
         stay_uncompiled(lm)
     for index, layer in enumerate(layers(lm)):
