@@ -52,12 +52,15 @@ def cut(version: int, groups: list[Group], cfg: Config) -> Batch:
     return Batch(version, groups, samples, _describe(version, groups, samples, cfg))
 
 
-def payloads(batch: Batch, ranks: int, token_budget: int) -> list[tuple[dict[str, Any], Sequence[Any]]]:
-    """For each rank the header and buffers of its micro-batches; every rank has the same number of them."""
+def payloads(batch: Batch, ranks: int, token_budget: int, tp: int = 1) -> list[tuple[dict[str, Any], Sequence[Any]]]:
+    """For each rank the header and buffers of its micro-batches; every rank has the same number of them.
+
+    The ``tp`` neighbouring ranks that split each layer get the same ones (``parallel.tp``).
+    """
     samples = batch.samples
     prompts = [len(s.prompt_ids) for s in samples]
-    packing = plan_groups([len(s) for s in samples], [s.ordinal for s in samples], prompts, ranks, token_budget)
-    return [encode(packing, rank, batch.samples, batch.version) for rank in range(ranks)]
+    packing = plan_groups([len(s) for s in samples], [s.ordinal for s in samples], prompts, ranks // tp, token_budget)
+    return [encode(packing, rank // tp, batch.samples, batch.version) for rank in range(ranks)]
 
 
 def _advantages(groups: list[Group], cfg: Config) -> list[list[float | None]]:

@@ -285,7 +285,8 @@ class Conductor:
     def _send_batch(self, batch: Batch) -> None:
         self.batches[batch.version] = batch
         self.cut_version = batch.version + 1
-        for rank, (header, buffers) in enumerate(payloads(batch, self.ranks, self.cfg.trainer.token_budget)):
+        budget, tp = self.cfg.trainer.token_budget, self.cfg.parallel.tp
+        for rank, (header, buffers) in enumerate(payloads(batch, self.ranks, budget, tp)):
             self.outbox.put(self.trainers[rank], "batch", header, buffers)
         every = self.cfg.checkpoint.every
         if self.cut_version == self.cfg.trainer.steps or (every and self.cut_version % every == 0):

@@ -14,9 +14,11 @@ from typing import get_args, get_type_hints
 
 from asyncrl.config.context import Place
 from asyncrl.config.errors import ConfigError, Problem
+from asyncrl.config.levers import check_levers
 from asyncrl.config.load import REPOSITORY
 from asyncrl.config.machine import visible_gpus
 from asyncrl.config.model_folder import check_model_folder
+from asyncrl.config.parallel import check_parallel
 from asyncrl.config.schema import Config
 
 PLUGIN_GROUP = "vllm.general_plugins"
@@ -28,6 +30,8 @@ def check(config: Config, place: Place, gpus: int | None = None) -> None:
     gpus = len(visible_gpus()) if gpus is None else gpus
     problems = [problem for each in CHECKS for problem in each(config)]
     problems += check_ranks(config, place)
+    problems += check_parallel(config, place)
+    problems += check_levers(config, gpus)
     problems += check_devices(config, place, gpus)
     problems += check_weights(config, place, gpus)
     if problems:

@@ -55,3 +55,17 @@ def _count_present() -> int:
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """The lowest compute capability of this machine's GPUs; None if nvidia-smi does not say."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        listing = subprocess.run(query, capture_output=True, text=True, timeout=60)
+        found = [tuple(map(int, line.split("."))) for line in listing.stdout.split()]
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        return None
+    return min(((major, minor) for major, minor in found), default=None) if listing.returncode == 0 else None

@@ -52,7 +52,10 @@ class ModelConfig:
 
     path: str = "asyncrl/assets/qwen3-tiny"
     new: NewModelConfig = field(default_factory=NewModelConfig)
-    compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # float64 only for exactness tests
+    # Of activations and products. bfloat16 halves activations and gathered weights and uses the tensor cores; log-probs
+    # lose digits (mismatch/abs_mean shows how many). float8: bfloat16 with the layers' products in 8 bits, on GPUs that
+    # have them; saves time, not memory, and costs more digits. float64 is for exactness tests.
+    compute_dtype: Literal["float32", "bfloat16", "float8", "float64"] = "float32"
 
 
 @dataclass
@@ -149,10 +152,44 @@ class TrainerConfig:
     steps: Positive = 60
     token_budget: Positive = 16384  # tokens in one micro-batch of one rank
     threads: Positive = 2  # CPU only: intra-op threads of one trainer rank
-    shard: bool = True  # FSDP2 over all ranks
-    activation_checkpointing: bool = False
+    shard: bool = True  # FSDP2 over the ranks of parallel.dp_shard; false: every rank holds everything
+    # Layers that keep only their input and compute the rest again in backward. none | full: every layer; saves most,
+    # costs one more forward of them | every_K: one layer in K, as much of both | selective: every layer keeps its
+    # matrix products and attention and recomputes what is cheap; saves less, costs little.
+    activation_checkpointing: str = "none"
+    # Activations wait for backward in pinned host memory. Saves nearly all of them on the GPU; costs their way there
+    # and back, during which the GPU waits. With activation_checkpointing=full only each layer's input goes.
+    activation_offload: bool = False
+    # torch.compile of each layer but its attention. Saves time on GPUs and the memory of what is fused; costs
+    # compilation at the start; numbers differ by rounding from those of the layers as they are.
+    compile: bool = False
+    # Master weights, gradients and optimizer state in host memory (FSDP2). Saves 16 bytes a parameter of a shard on the
+    # GPU; costs the transfers of each layer, and optimizer steps at the speed of the CPU.
+    cpu_offload: bool = False
     logprob_chunk: Positive = 4096  # tokens a chunk of the head; logits of one chunk live at a time
     master_dtype: Literal["float32", "float64"] = "float32"  # bfloat16 would lose updates at learning rate 1e-6
+
+
+@dataclass
+class ParallelConfig:
+    """The trainer ranks as a mesh, ``dp_replicate * dp_shard * tp`` of them; the default shards everything over all.
+
+    Ranks are numbered with ``tp`` innermost: the ranks that split one layer are neighbours, on one machine.
+    """
+
+    # Copies of the sharded model (HSDP). Saves gathers of weights between copies, put on different machines: only
+    # gradients cross. Costs memory: each copy holds all weights and optimizer state.
+    dp_replicate: Positive = 1
+    # Ranks that share one copy of weights, gradients and optimizer state (FSDP2); 0 or -1: all that are left. Saves
+    # memory in proportion. Costs a gather of each layer in forward and in backward.
+    dp_shard: Annotated[int, Range(-1)] = 0
+    # Ranks that split the heads and the MLP of each layer (tensor parallelism). Saves activations, and the weights that
+    # a layer needs at once; fewer data ranks, so smaller batches. Costs two sums of activations a layer and direction.
+    tp: Positive = 1
+    # Not part of this version; here so that they are refused by name.
+    cp: Positive = 1  # context parallelism
+    pp: Positive = 1  # pipeline parallelism
+    ep: Positive = 1  # expert parallelism
 
 
 @dataclass
@@ -267,6 +304,7 @@ class Config:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,11 @@ from torch import Tensor, nn
 from asyncrl.training.documents import BranchBucket, Bucket, Documents, TakeFrames
 from asyncrl.training.errors import ModelError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 ATTENTION = "asyncrl_documents"
+UNCOMPILED = "asyncrl_documents_uncompiled"
 
 
 def document_attention(
@@ -131,3 +135,11 @@ def register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, document_attention)
+
+
+def stay_uncompiled(lm: PreTrainedModel) -> None:
+    """Keeps ``lm``'s attention out of compiled layers: its calls follow the documents of a batch, each a new graph."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(UNCOMPILED, torch.compiler.disable(document_attention))
+    lm.set_attn_implementation(UNCOMPILED)

@@ -129,11 +129,11 @@ class StepSums:
     def reduce(self, mesh: Mesh, square_norm: Tensor, sharded: bool, samples: int) -> StepReport:
         """Adds all ranks' sums in one exchange; ``samples`` is their global number.
 
-        ``square_norm`` is that of this rank's shard if ``sharded``, else that of the whole gradient.
+        ``square_norm`` is that of the shards that count on this rank if ``sharded``, else that of the whole gradient.
         """
         rows = mesh.gather_rows(torch.cat([self.sums, self.floor, self.maxima, square_norm.to(self.sums)[None]]))
         summed = len(self.sums) + len(self.floor)
-        total, maxima = rows[:, :summed].sum(0), rows[:, summed:-1].amax(0)
+        total, maxima = rows[:: mesh.sizes.tp, :summed].sum(0), rows[:, summed:-1].amax(0)
         square = rows[:, -1].sum() if sharded else rows[0, -1]
         value = dict(zip(SUMS, total[: len(SUMS)].tolist(), strict=True))
         gaps, counts, floor = total[len(SUMS) :].split([AGES + 1, AGES + 1, 2])

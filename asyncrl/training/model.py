@@ -18,11 +18,18 @@ from asyncrl.training.documents import TakeRows
 from asyncrl.training.errors import ModelError
 from asyncrl.training.head import selected_logprob_entropy
 from asyncrl.training.packing import PackedBatch
+from asyncrl.training.tensor_parallel import head_weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+# Of activations; with float8 only the products of the layers are in 8 bits.
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float8": torch.bfloat16,
+    "float64": torch.float64,
+}
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 # Changes to the logits after the head that the chunked head does not reproduce, with their neutral value.
@@ -30,12 +37,17 @@ LOGIT_CHANGES = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_
 
 
 class Policy(nn.Module):
-    """``lm`` is the transformers model; its parameter names are the Hugging Face names."""
+    """``lm`` is the transformers model; its parameter names are the Hugging Face names.
+
+    ``unread``: the folder whose weights are to be read once the parameters have been sharded; until then they are on
+    the meta device (asyncrl/training/loading.py).
+    """
 
     def __init__(self, lm: PreTrainedModel, logprob_chunk: int = 4096) -> None:
         super().__init__()
         self.lm = lm
         self.logprob_chunk = logprob_chunk
+        self.unread: Path | None = None
 
     def forward(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-prob of each target and entropy (no gradient) at ``temperature``: (M,), (M,)."""
@@ -45,7 +57,7 @@ class Policy(nn.Module):
         ).last_hidden_state
         hidden_ME = TakeRows.apply(hidden_1TE[0], batch.predict_M)
         logp_M, entropy_M = selected_logprob_entropy(
-            hidden_ME, head.weight, batch.target_M, temperature, self.logprob_chunk
+            hidden_ME, head_weight(head), batch.target_M, temperature, self.logprob_chunk
         )
         return logp_M, entropy_M.detach()
 
@@ -56,20 +68,12 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, logprob_ch
     Raises :class:`ModelError` if the folder, its config, weights or tokenizer are missing, if transformers does not
     know the architecture, or if the model needs something that the trainer does not reproduce.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     folder = Path(path)
-    check_folder(folder)
-    register()
+    config = read_config(folder)
     disable_progress_bar()  # one a rank would tear the console apart
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, KeyError) as e:
-        raise ModelError(f"{folder}/config.json: unknown architecture or invalid config: {e}") from e
-    for name, neutral in LOGIT_CHANGES.items():
-        if getattr(config, name, neutral) not in (None, neutral):
-            raise ModelError(f"{folder}: {config.model_type} sets {name}, which the log-prob head does not apply")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -92,6 +96,22 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, logprob_ch
             f"{folder}: transformers renames weights on loading (e.g. {renamed[0]}), engines would not know them"
         )
     return prepare(lm, dtype, logprob_chunk)
+
+
+def read_config(folder: Path) -> Any:
+    """The folder's transformers config. Raises :class:`ModelError` as :func:`load_policy` does."""
+    from transformers import AutoConfig
+
+    check_folder(folder)
+    register()
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError) as e:
+        raise ModelError(f"{folder}/config.json: unknown architecture or invalid config: {e}") from e
+    for name, neutral in LOGIT_CHANGES.items():
+        if getattr(config, name, neutral) not in (None, neutral):
+            raise ModelError(f"{folder}: {config.model_type} sets {name}, which the log-prob head does not apply")
+    return config
 
 
 def stored_names(folder: Path) -> set[str]:

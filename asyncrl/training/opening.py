@@ -8,8 +8,10 @@ import torch
 
 from asyncrl.config.context import RunContext
 from asyncrl.config.schema import Config
+from asyncrl.training.loading import empty_policy
 from asyncrl.training.mesh import needed_backend, open_mesh
 from asyncrl.training.model import DTYPES, load_policy
+from asyncrl.training.sharding import shards
 from asyncrl.training.step import Trainer
 
 T = TypeVar("T", bound=Trainer)
@@ -28,10 +30,11 @@ def build_trainer(
     """
     if cfg.model.compute_dtype not in DTYPES or cfg.trainer.master_dtype not in DTYPES:
         raise ValueError(f"model.compute_dtype and trainer.master_dtype must be one of {', '.join(DTYPES)}")
-    mesh = open_mesh(rank, world_size, device)
+    mesh = open_mesh(rank, world_size, device, cfg.parallel)
     if mesh.device.type == "cpu":
         torch.set_num_threads(cfg.trainer.threads)
-    return kind(cfg, load_policy(cfg.model.path, DTYPES[cfg.trainer.master_dtype], cfg.trainer.logprob_chunk), mesh)
+    load = empty_policy if shards(cfg, mesh) else load_policy
+    return kind(cfg, load(cfg.model.path, DTYPES[cfg.trainer.master_dtype], cfg.trainer.logprob_chunk), mesh)
 
 
 def open_trainer(cfg: Config, context: RunContext, kind: type[T], data: dict[str, Any] | None = None) -> T:

@@ -31,16 +31,16 @@ class SftTrainer(Trainer):
     """The trainer of ``grpo`` with another loss: same sharding, optimizer, schedule and checkpoints."""
 
     def learn(self, batch: Sequence[Conversation]) -> StepReport:
-        """One step on the global ``batch``, the same on every rank; each takes its share of it."""
+        """One step on the global ``batch``, the same on every rank; each data rank takes its share of it."""
         tokens = sum(int(c.learnt.sum()) for c in batch)
         total = self._likelihood(batch, tokens, backward=True)
         if self.mesh.world_size > 1 and not self.sharded:
             sum_gradients(self.parameters, self.mesh)
-        square = local_square_norm(self.parameters)
+        square = local_square_norm(self.counted)
         row = torch.tensor([total, float(square)], dtype=torch.float64)
         rows = self.mesh.gather_rows(row)
         report = StepReport(
-            loss=float(rows[:, 0].sum()),
+            loss=float(rows[:: self.mesh.sizes.tp, 0].sum()),
             grad_norm=float((rows[:, 1].sum() if self.sharded else rows[0, 1]).sqrt()),
         )
         self.finish(report, tokens, len(batch))
@@ -50,13 +50,13 @@ class SftTrainer(Trainer):
         """The same mean over ``batch`` without learning it, in nat a token."""
         tokens = sum(int(c.learnt.sum()) for c in batch)
         mine = torch.tensor([self._likelihood(batch, tokens, backward=False)], dtype=torch.float64)
-        return float(self.mesh.gather_rows(mine).sum())
+        return float(self.mesh.data_rows(mine).sum())
 
     def _likelihood(self, batch: Sequence[Conversation], tokens: int, backward: bool) -> float:
         """This rank's share of the loss; accumulates gradients if ``backward``."""
         total = 0.0
         with exact(self.compute), torch.set_grad_enabled(backward):
-            for micro in share(batch, self.mesh.rank, self.mesh.world_size, self.cfg.trainer.token_budget):
+            for micro in share(batch, self.mesh.data_rank, self.mesh.data_ranks, self.cfg.trainer.token_budget):
                 packed = pack_conversations(micro, self.mesh.device)
                 logp_M, _ = self.policy(packed, temperature=1.0)
                 loss = -packed.mask.sum(logp_M) / max(1, tokens)
@@ -67,7 +67,7 @@ class SftTrainer(Trainer):
 
 
 def share(batch: Sequence[Conversation], rank: int, ranks: int, budget: int) -> list[list[Conversation]]:
-    """The micro-batches of ``rank``: as many as every other rank has, the last ones possibly empty.
+    """The micro-batches of data rank ``rank``: as many as every other one has, the last ones possibly empty.
 
     A micro-batch holds at most ``budget`` tokens, or one longer conversation.
     """

@@ -1,8 +1,9 @@
-"""FSDP2 over all trainer ranks, and the plain alternatives.
+"""FSDP2 over the data ranks of the mesh, and the plain alternatives.
 
 ===========  =============================================================================================
 ``sharded``  FSDP2, one unit a decoder layer and a root unit: master weights, gradients and optimizer state
-             are sharded; compute may be bf16 (gathered in bf16, gradients reduced in fp32)
+             are sharded over ``dp_shard`` and copied over ``dp_replicate`` (HSDP), each layer split over
+             ``tp`` before; compute may be bf16 (gathered in bf16, gradients reduced in fp32)
 ``whole``    every rank holds everything; gradients are summed once a step in one flat buffer
 ===========  =============================================================================================
 
@@ -11,34 +12,47 @@ Gradients are *summed* over ranks, never averaged: the loss is divided by a glob
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
+from asyncrl.config.schema import Config
+from asyncrl.training import float8
 from asyncrl.training.errors import ModelError
-from asyncrl.training.exact import exact
+from asyncrl.training.levers import pull
+from asyncrl.training.loading import read_weights
 from asyncrl.training.mesh import Mesh
-from asyncrl.training.model import Policy, layers
+from asyncrl.training.model import DTYPES, Policy, layers
+from asyncrl.training.tensor_parallel import split
 
 
-def distribute(policy: Policy, mesh: Mesh, compute: torch.dtype, shard: bool, checkpointing: bool) -> bool:
-    """Moves the policy to the mesh in place. True if FSDP2 shards it.
+def distribute(policy: Policy, mesh: Mesh, cfg: Config) -> bool:
+    """Moves the policy to the mesh in place: splits, shards, and reads its weights if it has none yet.
 
-    A world of one whose compute and master dtypes are equal stays a plain module, where FSDP2 only costs time.
+    True if FSDP2 shards it. A world of one whose compute and master dtypes are equal stays a plain module, where FSDP2
+    only costs time. Raises :class:`ModelError` for a model that cannot be laid over this mesh.
     """
-    master = next(policy.parameters()).dtype
-    if checkpointing:
+    compute, master = DTYPES[cfg.model.compute_dtype], next(policy.parameters()).dtype
+    sharded = shards(cfg, mesh)
+    eight_bits = cfg.model.compute_dtype == "float8"
+    if eight_bits:
+        float8.check_device(mesh.device)
         for layer in layers(policy.lm):
-            _checkpoint(layer, compute)
-    wanted = shard if mesh.world_size > 1 else compute != master
-    sharded = wanted and mesh.devices is not None
+            float8.convert(layer)
+    if mesh.tp_devices is not None:
+        split(policy.lm, mesh.tp_devices, float8.linear if eight_bits else F.linear)
+    if eight_bits:
+        for layer in layers(policy.lm):
+            float8.check_sizes(layer)
+    pull(policy.lm, cfg.trainer, compute, mesh.device)
     if not sharded:
+        if policy.unread is not None:
+            raise ModelError("a policy without weights is only read in shards; load it with load_policy")
         policy.to(mesh.device)
         if compute != master:
             raise ModelError(
@@ -47,7 +61,9 @@ def distribute(policy: Policy, mesh: Mesh, compute: torch.dtype, shard: bool, ch
             )
         return False
     precision = MixedPrecisionPolicy(param_dtype=compute if compute != master else None, reduce_dtype=master)
-    options: dict[str, Any] = {"mesh": mesh.devices, "mp_policy": precision}
+    options: dict[str, Any] = {"mesh": mesh.data_devices, "mp_policy": precision}
+    if cfg.trainer.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
     for layer in layers(policy.lm):
         fully_shard(layer, **options)  # moves one unit at a time: the whole model never lies on one device
     fully_shard(policy, **options)
@@ -56,20 +72,26 @@ def distribute(policy: Policy, mesh: Mesh, compute: torch.dtype, shard: bool, ch
             if mesh.device.type == "cpu":
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
             module.set_gradient_divide_factor(1.0)
+    if policy.unread is not None:
+        read_weights(policy, mesh.device, torch.device("cpu") if cfg.trainer.cpu_offload else mesh.device)
     return True
 
 
-def _checkpoint(layer: nn.Module, compute: torch.dtype) -> None:
-    """Recomputes the layer's activations in backward. Not transformers' own switch: that one needs train mode."""
-    forward = layer.forward
+def shards(cfg: Config, mesh: Mesh) -> bool:
+    """Whether FSDP2 holds the parameters of a trainer of ``cfg`` on ``mesh``."""
+    several = mesh.world_size > 1
+    alone = cfg.model.compute_dtype != cfg.trainer.master_dtype or cfg.trainer.cpu_offload
+    wanted = cfg.trainer.shard if several else alone
+    return wanted and mesh.devices is not None
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), exact(compute)  # of the first forward (the caller's) and of the recomputed one
 
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
-
-    layer.forward = recomputed  # type: ignore[method-assign]
+def counted(p: Tensor) -> bool:
+    """Whether this rank's part of ``p`` counts in a sum over all ranks: of replicas the first does."""
+    if not isinstance(p, DTensor):
+        return True
+    coordinate = p.device_mesh.get_coordinate()
+    assert coordinate is not None, "every rank is part of the mesh"
+    return all(at == 0 for at, placement in zip(coordinate, p.placements, strict=True) if placement.is_replicate())
 
 
 def local(x: Tensor) -> Tensor:

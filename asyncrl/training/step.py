@@ -43,7 +43,7 @@ from asyncrl.training.optim import (
 )
 from asyncrl.training.packing import PackedBatch, pack
 from asyncrl.training.saver import Saver
-from asyncrl.training.sharding import distribute, sum_gradients
+from asyncrl.training.sharding import counted, distribute, sum_gradients
 
 
 class Trainer:
@@ -53,14 +53,14 @@ class Trainer:
         """Raises :class:`ModelError` if something would be trained that ``named_parameters_hf`` does not list."""
         self.cfg, self.mesh, self.policy = cfg, mesh, policy
         self.compute = DTYPES[cfg.model.compute_dtype]
-        trainer = cfg.trainer
-        self.sharded = distribute(policy, mesh, self.compute, trainer.shard, trainer.activation_checkpointing)
+        self.sharded = distribute(policy, mesh, cfg)
         trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
         self.parameters = list(trained.values())
         sent = {id(p) for _, p in self.named_parameters_hf()}
         unsent = [name for name, p in trained.items() if id(p) not in sent]
         if unsent:
             raise ModelError(f"{len(unsent)} trained parameters would never reach an engine, e.g. {unsent[0]}")
+        self.counted = [p for p in self.parameters if counted(p)]
         self.optimizer = build_optimizer(self.parameters, cfg.optim)
         self.version = 0
         self.skipped: Counter[str] = Counter()
@@ -128,7 +128,7 @@ class Trainer:
                         sums.add_floor(noise_floor(batch, logp_M, again))
             if self.mesh.world_size > 1 and not self.sharded:
                 sum_gradients(self.parameters, self.mesh)
-        report = sums.reduce(self.mesh, local_square_norm(self.parameters), self.sharded, samples)
+        report = sums.reduce(self.mesh, local_square_norm(self.counted), self.sharded, samples)
         clock.append(time.perf_counter())
         clock.append(self.finish(report, tokens, samples, before_update))
         clock.append(time.perf_counter())
@@ -188,7 +188,10 @@ class Trainer:
         rows = self.mesh.gather_rows(torch.tensor(mine))
         if len(set(rows[:, 0].tolist())) > 1:
             raise BatchError(f"ranks have different numbers of micro-batches: {rows[:, 0].tolist()}")
-        return int(rows[:, 1].sum()), int(rows[:, 2].sum())
+        peers = rows.unflatten(0, (-1, self.mesh.sizes.tp))
+        if not torch.equal(peers, peers[:, :1].expand_as(peers)):
+            raise BatchError(f"tensor-parallel peers differ in (micro-batches, tokens, samples): {rows.tolist()}")
+        return int(peers[:, 0, 1].sum()), int(peers[:, 0, 2].sum())
 
     def _forward_backward(self, batch: PackedBatch, denominator: int, sums: StepSums) -> Tensor:
         """Returns the log-probs (M,), without their graph."""

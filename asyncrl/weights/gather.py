@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from asyncrl.weights.digest import tensor_digest
 from asyncrl.weights.manifest import Manifest, TensorSpec
@@ -61,14 +62,35 @@ def local_of(name: str, parameter: Tensor) -> Local:
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return Local(name, parameter.detach(), shape, None)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    block, local = block_of(parameter), parameter.to_local()
+    if block is None or block.size != tuple(local.shape):
+        raise TypeError(f"{name} is placed as {parameter.placements}; weights are gathered from Shard and Replicate")
+    return Local(name, local.detach(), shape, block)
 
-    for placement in parameter.placements:
-        if type(placement) not in (Shard, Replicate):
-            raise TypeError(f"{name} is placed as {placement}; weights are gathered from Shard and Replicate")
-    size, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    local: Tensor = parameter.to_local()
-    return Local(name, local.detach(), shape, Block(tuple(start), tuple(size)))
+
+def block_of(parameter: DTensor) -> Block | None:
+    """The block of the whole tensor that lies on this rank; None if it is no rectangle.
+
+    FSDP2 over tensor parallelism cuts rows that are cut already. The placement of its dimension, which comes first in
+    the mesh, is then _StridedShard: it is applied last.
+    """
+    start, size = [0] * parameter.ndim, list(parameter.shape)
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None, "only ranks of its mesh hold a parameter"
+    cuts = [
+        (placement, at, parameter.device_mesh.size(dim))
+        for dim, (placement, at) in enumerate(zip(parameter.placements, coordinate, strict=True))
+        if not isinstance(placement, Replicate)
+    ]
+    for placement, at, pieces in sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard)):
+        if type(placement) not in (Shard, _StridedShard):
+            return None
+        dim = placement.dim  # type: ignore[attr-defined]
+        most = -(-size[dim] // pieces)
+        first = min(at * most, size[dim])
+        start[dim] += first
+        size[dim] = min(most, size[dim] - first)
+    return Block(tuple(start), tuple(size))
 
 
 class Gatherer:

@@ -65,3 +65,18 @@ def test_token_ids_reach_the_trainer_as_they_were_drawn(ledger, answers):
 
 def test_the_splits_above_are_adversarial():
     assert BPE.encode(BPE.decode([0, 0])).ids == [2] and BPE.encode(BPE.decode([8, 9])).ids == [10]
+
+
+def test_ranks_that_split_a_layer_get_the_same_micro_batches():
+    groups = []
+    for ordinal in range(3):
+        group = Group(ordinal, Prompt(f"train:{ordinal}", ordinal, np.array([0, 1], np.int32), {}))
+        group.samples = [drawn(ordinal, index, [0] * (index + 1)) for index in range(4)]
+        for sample in group.samples:
+            sample.reward = float(sample.index)
+        groups.append(group)
+    batch = cut(0, groups, Config())
+    ranks = [decode(*payload) for payload in payloads(batch, ranks=4, token_budget=1024, tp=2)]
+    seen = [[(s.ordinal, s.index) for micro in rank for s in micro] for rank in ranks]
+    assert seen[0] == seen[1] and seen[2] == seen[3]
+    assert sorted(seen[0] + seen[2]) == [(ordinal, index) for ordinal in range(3) for index in range(4)]

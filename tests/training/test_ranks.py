@@ -23,7 +23,7 @@ from tests.training.tiny import make_samples, tiny_folder, tiny_run
 MODES = {
     "sharded": {"shard": True},
     "whole": {"shard": False},
-    "recomputed": {"shard": True, "activation_checkpointing": True},
+    "recomputed": {"shard": True, "activation_checkpointing": "full"},
 }
 
 

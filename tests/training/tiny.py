@@ -42,13 +42,18 @@ def tiny_lm(tied: bool = True, seed: int = 0, **changes: object) -> Qwen3ForCaus
 def tiny_folder(path: Path, tied: bool = True, seed: int = 0) -> str:
     """A complete Hugging Face folder of a tiny random model."""
     tiny_lm(tied, seed).save_pretrained(path)
+    add_tokenizer(path)
+    return str(path)
+
+
+def add_tokenizer(path: Path) -> None:
+    """A tokenizer with a chat template beside a tiny model's weights."""
     vocabulary = {f"t{i}": i for i in range(VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="t0", eos_token="t1")
     fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     fast.save_pretrained(path)
-    return str(path)
 
 
 def make_samples(

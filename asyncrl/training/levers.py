@@ -1,0 +1,126 @@
+"""Memory and speed levers of the decoder layers: what is kept for backward, where, and what is compiled.
+
+Each wraps the forward of single layers, inside FSDP2's unit, in this order from the inside: compile, recompute,
+offload. So compiled code is what is recomputed, and of a recomputed layer only its input is offloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from asyncrl.config.levers import recomputed_every
+from asyncrl.config.schema import TrainerConfig
+from asyncrl.training.attention import stay_uncompiled
+from asyncrl.training.exact import exact
+from asyncrl.training.model import layers
+from asyncrl.weights.gather import local_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SMALLEST_BYTES = 1 << 20  # smaller activations are not worth a transfer of their own
+
+# What a selective recomputation keeps: matrix products, attention, and the sums over tensor-parallel ranks.
+KEPT = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::_scaled_mm",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_attention_math",
+    "torch_attn::_varlen_attn",
+    "_c10d_functional::all_reduce",
+    "_c10d_functional::wait_tensor",
+)
+
+Forward = Callable[..., Any]
+
+
+def pull(lm: PreTrainedModel, trainer: TrainerConfig, compute: torch.dtype, device: torch.device) -> None:
+    """Applies the levers that ``trainer`` sets to the decoder layers of ``lm``, in place, before they are sharded."""
+    choice = trainer.activation_checkpointing
+    every = recomputed_every(choice)
+    if choice == "none" and not (trainer.compile or trainer.activation_offload):
+        return
+    if trainer.compile:
+        stay_uncompiled(lm)
+    for index, layer in enumerate(layers(lm)):
+        if trainer.compile:
+            layer.forward = compiled(layer.forward)  # type: ignore[method-assign]
+        if choice == "selective" or (every and index % every == 0):
+            layer.forward = recomputed(layer.forward, compute, choice == "selective")  # type: ignore[method-assign]
+        if trainer.activation_offload:
+            layer.forward = Offloaded(layer, layer.forward, device)  # type: ignore[method-assign]
+
+
+def compiled(forward: Forward, backend: str = "inductor") -> Forward:
+    """The layer by torch.compile, for any number of tokens; attention by document stays as it is."""
+    return torch.compile(forward, dynamic=True, backend=backend)
+
+
+def recomputed(forward: Forward, compute: torch.dtype, selective: bool) -> Forward:
+    """Recomputes the layer's activations in backward. Not transformers' own switch: that one needs train mode."""
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first: AbstractContextManager[Any] = nullcontext()
+        again: AbstractContextManager[Any] = nullcontext()
+        if selective:
+            first, again = create_selective_checkpoint_contexts(_policy)
+        # The first forward runs in the caller's context for exactness, the recomputed one needs its own.
+        return first, _both(exact(compute), again)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
+
+    return run
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = op.name().partition(".")[0] in KEPT
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+class Offloaded:
+    """A layer whose activations wait for backward in host memory.
+
+    Copies run on the stream that computes, so that no tensor can be freed or overwritten while one is under way
+    (torchtune #1867 had that race); the price is that the GPU waits for them. Weights stay where they are: FSDP2 frees
+    them itself.
+    """
+
+    def __init__(
+        self, layer: nn.Module, forward: Forward, device: torch.device, smallest: int = SMALLEST_BYTES
+    ) -> None:
+        self._layer, self._forward, self._device, self._smallest = layer, forward, device, smallest
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        weights = {local_of("", p).tensor.untyped_storage().data_ptr() for p in self._layer.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, weights), self._unpack):
+            return self._forward(*args, **kwargs)
+
+    def _pack(self, weights: set[int], x: Tensor) -> Tensor | tuple[Tensor]:
+        stays = x.nbytes < SMALLEST_BYTES or type(x) is not Tensor or x.device.type != self._device.type
+        if stays or x.untyped_storage().data_ptr() in weights:
+            return x
+        kept = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+        kept.copy_(x, non_blocking=True)
+        return (kept,)
+
+    def _unpack(self, packed: Tensor | tuple[Tensor]) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed[0].to(self._device, non_blocking=True)
