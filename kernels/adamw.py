@@ -103,11 +103,11 @@ def adamw_reference(jobs: Sequence[Job], factor: Tensor, seed: int = 0) -> None:
         v = v * h.beta2 + g * g * (1 - h.beta2)
         rooted = v.double().sqrt().float()  # torch's fp32 square root on a CPU is not correctly rounded
         p = p * decay - m / (rooted * root + h.eps) * step_size
-        results = (p, m, v)
+        results = [p, m, v]
         if job.weight.dtype == torch.bfloat16:
             bits = rounding_bits(p.numel(), seed, job.step, job.tensor, job.first, p.device)
             images = [bits, *((bits * a + b) & 0xFFFF for a, b in MOMENT_BITS)]
-            results = tuple(stochastic_round(x, r) for x, r in zip(results, images, strict=True))
+            results = [stochastic_round(x, r) for x, r in zip(results, images, strict=True)]
         for old, new in zip((job.weight, job.exp_avg, job.exp_avg_sq), results, strict=True):
             old.copy_(new)
 

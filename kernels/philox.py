@@ -49,7 +49,7 @@ def rounding_bits(count: int, seed: int, step: int, tensor: int, first: int, dev
     i // 8``, and key ``seed``.
     """
     group = torch.arange(-(-count // 8), device=device) + first // 8
-    fixed = [torch.full_like(group, value & _MASK) for value in (tensor, step)]
-    words = philox_reference((group & _MASK, *fixed, group >> 32), (seed, seed >> 32))
+    c1, c2 = (torch.full_like(group, value & _MASK) for value in (tensor, step))
+    words = philox_reference((group & _MASK, c1, c2, group >> 32), (seed, seed >> 32))
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     return torch.stack(halves, dim=1).flatten()[:count].to(torch.int32)

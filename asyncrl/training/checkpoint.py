@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
 PREFIX = "step_"
 FORMAT = 1
-MOMENTS = ("exp_avg", "exp_avg_sq")
 DISK_ERRORS = (OSError, SafetensorError)
 
 
@@ -125,6 +124,7 @@ def load(trainer: Trainer, folder: Path) -> None:
         trainer.version = manifest["version"]
         trainer.skipped.clear()
         trainer.skipped.update(manifest["skipped"])
+        trainer.load_update_state(manifest.get("update", {}))
         if manifest["ranks"] == mesh.world_size:
             saved = json.loads((folder / "state" / f"rank_{mesh.rank:05d}.json").read_text())
             _set_generators(saved["generators"], mesh.device)
@@ -158,6 +158,7 @@ def _seal(trainer: Trainer, folder: Path) -> None:
         "version": trainer.version,
         "ranks": trainer.mesh.world_size,
         "skipped": dict(trainer.skipped),
+        "update": trainer.update_state(),
         "torch": torch.__version__,
     }
     seal(folder, listed, facts)
@@ -177,7 +178,7 @@ def _pieces(trainer: Trainer) -> dict[str, tuple[Tensor, Tensor]]:
     for name, p in trainer.named_parameters_hf():
         out[f"weight/{name}"] = (local(p.detach()), p)
         state = trainer.optimizer.state.get(p, {})
-        for moment in MOMENTS:
+        for moment in trainer.moments:
             if moment in state:
                 out[f"{moment}/{name}"] = (local(state[moment]), p)
     return out
@@ -217,7 +218,7 @@ def _read_state(trainer: Trainer, folder: Path, ranks: int) -> None:
             continue
         state = trainer.optimizer.state[p]
         state["step"] = torch.tensor(steps[name], dtype=torch.float32, device=local(p).device)
-        for moment in MOMENTS:
+        for moment in trainer.moments:
             state[moment] = torch.zeros_like(p)
             _fill(local(state[moment]), p, f"{moment}/{name}", tables, files)
 
