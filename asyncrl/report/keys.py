@@ -71,8 +71,8 @@ TRAINING = (
     M(
         "train/grad_norm",
         "1",
-        "global gradient norm before clipping; with optim.accumulation momentum or adama its upper "
-        "bound, the sum over micro-batches",
+        "global gradient norm before clipping; with optim.accumulation=momentum or adama and several micro-batches its "
+        "upper bound, the sum over them",
     ),
     M("train/lr", "1", "learning rate of the step"),
     M("train/entropy", "nat", "entropy of the trainer's distribution, mean over trained tokens"),

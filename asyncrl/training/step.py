@@ -122,7 +122,7 @@ class Trainer:
         report.micro_batches, report.gather_wait_s = len(batches), update.waited_s
         ended = time.perf_counter()
         report.seconds, waited = ended - began, update.waited_s
-        inside, after = (waited, 0.0) if update.in_backward else (0.0, waited)
+        inside, after = (waited, 0.0) if update.hooked else (0.0, waited)
         report.forward_backward_s, report.optimizer_s = computed - began - inside, ended - computed - after
         return report
 

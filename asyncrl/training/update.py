@@ -47,7 +47,7 @@ Measure = Callable[[Tensor], StepReport]  # this rank's share of the square norm
 
 
 class Update:
-    """One step: ``backward`` for each micro-batch, then ``close``. ``measure`` reports what has been computed so far."""
+    """One step: ``backward`` for each micro-batch, then ``close``. ``measure`` reports what was computed so far."""
 
     def __init__(
         self,
@@ -63,24 +63,21 @@ class Update:
         self.measure, self.before_update = measure, before_update
         units = trainer.optimizer if isinstance(trainer.optimizer, UnitOptimizer) else None
         self.units = units
-        self.in_backward = units is not None and units.in_backward
+        self.hooked = units if units is not None and units.in_backward else None
         self.scale = units.loss_scale if units else 1.0
         self.report: StepReport | None = None
         self.waited_s = 0.0
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Backward of one micro-batch's share of the loss; ``last`` if no other comes."""
-        if self.units is not None and self.in_backward and (last or self.units.fold):
-            self._admit(self.units, last)
+        if self.hooked is not None and (last or self.hooked.fold):
+            self._admit(self.hooked, last)
         (loss if self.scale == 1.0 else loss * self.scale).backward()
 
     def close(self) -> StepReport:
         """Ends the step: new weights or a reason why not, a new version, counters."""
         trainer = self.trainer
-        if self.in_backward and self.units is not None:
-            report = self._close_units(self.units)
-        else:
-            report = self._step_after()
+        report = self._step_after() if self.hooked is None else self._close_units(self.hooked)
         if report.skipped is not None:
             trainer.skipped[report.skipped] += 1
         trainer.optimizer.zero_grad(set_to_none=True)
@@ -125,7 +122,7 @@ class Update:
         self.trainer.partial_steps += partial
         report.grad_norm = taken.norm
         report.partial_units = len(taken.dropped) if taken.moved else 0
-        self._describe_clip(report, taken.guarded)
+        self._describe_clip(report)
         report.partial_total = self.trainer.partial_steps
         return report
 
@@ -145,13 +142,13 @@ class Update:
             if not trainer.cfg.optim.delayed_clip:
                 scale_gradients(trainer.parameters, clip_factor(report.grad_norm, trainer.cfg.optim.clip_norm))
             trainer.optimizer.step()
-        if self.units is not None:
-            self._describe_clip(report, self.units.taken.guarded if report.skipped is None else 0)
+        self._describe_clip(report)
         return report
 
-    def _describe_clip(self, report: StepReport, guarded: int) -> None:
+    def _describe_clip(self, report: StepReport) -> None:
         if self.units is not None and self.units.clip is not None:
-            report.clip_scale, report.guarded_units = self.scale, guarded
+            stepped = report.skipped is None
+            report.clip_scale, report.guarded_units = self.scale, self.units.taken.guarded if stepped else 0
 
 
 def check_budget(partial_steps: int, cfg: OptimConfig) -> None:
