@@ -110,6 +110,10 @@ class UnitOptimizer(torch.optim.Optimizer):
             for p in self._unit:
                 p.register_post_accumulate_grad_hook(self._on_gradient)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # what load_state_dict ends with: the groups are other objects now
+        self._group = {p: g for g in self.param_groups for p in g["params"]}
+
     @property
     def loss_scale(self) -> float:
         """What to multiply the loss by before its backward (delayed clipping)."""
@@ -225,6 +229,7 @@ class UnitOptimizer(torch.optim.Optimizer):
 
     def _free(self, slots: list[Slot]) -> None:
         for s in slots:
+            torch.autograd.graph.increment_version(s.parameter)  # torch's fused calls do not; see a stale use of it
             if s.grad.is_cuda:  # under HSDP it was made on another stream, whose next reduction could reuse it
                 s.grad.record_stream(torch.cuda.current_stream(s.grad.device))
             s.parameter.grad = None

@@ -25,8 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-Scalar = float | Tensor
-
 
 @dataclass
 class Slot:
@@ -163,8 +161,11 @@ class MomentumRule(Rule):
     def _age(self, slots: Sequence[Slot], alive: Tensor) -> None:
         """m <- b m, unless the step is dropped."""
         for s in slots:
-            decay = _scalar(torch.where(alive.bool(), s.group["momentum"], 1.0))
-            local_shard(s.state["momentum_buffer"]).mul_(decay)
+            m, b = local_shard(s.state["momentum_buffer"]), s.group["momentum"]
+            if m.is_cuda:
+                m.mul_(torch.where(alive.bool(), torch.full_like(alive, b, dtype=torch.float64), 1.0))
+            elif alive:
+                m.mul_(b)
 
     def _add(self, slots: Sequence[Slot], factor: Tensor) -> None:
         torch._foreach_add_([local_shard(s.state["momentum_buffer"]) for s in slots], usable(slots, factor))
@@ -249,10 +250,6 @@ def _move(s: Slot, direction: Tensor, lr: float, alive: Tensor) -> None:
 
 def _on_gpu(slots: Sequence[Slot]) -> bool:
     return slots[0].weight.is_cuda
-
-
-def _scalar(x: Tensor) -> Scalar:
-    return x if x.is_cuda else float(x)
 
 
 def _by(slots: Iterable[Slot], key: Callable[[Slot], Any]) -> Iterable[tuple[Any, list[Slot]]]:
