@@ -77,8 +77,8 @@ class Phase(enum.Enum):
 class UnitOptimizer(torch.optim.Optimizer):
     """``units`` name -> parameters, each in exactly one unit and one of ``groups``.
 
-    ``fold``: gradients of every backward go into the state at once (:meth:`Rule.fold`). ``whole``: several ranks hold
-    the same whole parameters and their gradients are added here.
+    ``fold``: gradients of every backward go into the state at once (:meth:`Rule.fold`). ``whole``: all ranks hold the
+    same whole parameters; in the backward pass their gradients are added here, after it they have been added before.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class UnitOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.rule, self.clip, self.fold, self.in_backward = rule, clip, fold, in_backward
         self.ranks, self.whole = ranks, whole
+        self._sums = whole and ranks > 1 and in_backward
         super().__init__(groups, dict(rule.defaults))
         self.units = [Unit(name, list(parameters)) for name, parameters in units.items()]
         self.taken = Taken()
@@ -189,7 +190,7 @@ class UnitOptimizer(torch.optim.Optimizer):
 
     def _slots(self, unit: Unit) -> Iterator[Slot]:
         for p in unit.parameters:
-            if p.grad is None and self.whole and self.ranks > 1 and self._phase is not Phase.DISCARD:
+            if p.grad is None and self._sums and self._phase is not Phase.DISCARD:
                 p.grad = torch.zeros_like(p)  # another rank may have one
             if p.grad is not None:
                 yield self._slot(p, p.grad)
@@ -210,7 +211,7 @@ class UnitOptimizer(torch.optim.Optimizer):
     def _factor(self, unit: Unit, slots: list[Slot]) -> Tensor:
         """What to multiply the gradients by: 1, less if the unit is cut, -1 if they are not finite anywhere."""
         grads = [s.grad for s in slots]
-        if self.whole and self.ranks > 1:
+        if self._sums:
             flat = torch.cat([g.flatten() for g in grads])
             dist.all_reduce(flat)
             for grad, new in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
