@@ -64,6 +64,7 @@ class Unit:
     arrived: set[int] = field(default_factory=set)
     done: bool = False  # has stepped in this step
     folded: int = 0
+    stepped: list[nn.Parameter] = field(default_factory=list)  # whose counter goes up unless the step is dropped
     squares: list[Tensor] = field(default_factory=list)
     factors: list[Tensor] = field(default_factory=list)
 
@@ -183,10 +184,12 @@ class UnitOptimizer(torch.optim.Optimizer):
                 unit.folded += 1
             else:
                 self.rule.apply(slots, factor)
+                unit.stepped = [s.parameter for s in slots]
             self._free(slots)
         if self.fold and stepping and unit.folded:
             held = [self._slot(p, p) for p in unit.parameters if self.state.get(p)]
             self.rule.move(held, torch.ones((), device=held[0].weight.device))
+            unit.stepped = [s.parameter for s in held]
 
     def _slots(self, unit: Unit) -> Iterator[Slot]:
         for p in unit.parameters:
@@ -236,9 +239,10 @@ class UnitOptimizer(torch.optim.Optimizer):
             s.parameter.grad = None
 
     def _close(self) -> None:
+        """Reads the norms, on a GPU the one wait of a step, and forgets what belongs to it."""
         used = [u for u in self.units if u.squares]
         flat = [x for u in used for x in (*u.squares, *u.factors)]
-        numbers = iter(torch.stack([x.double() for x in flat]).tolist() if flat else [])  # one wait for the device
+        numbers = iter(torch.stack([x.double() for x in flat]).tolist() if flat else [])
         norms, taken = {}, Taken()
         for unit in used:
             squares = [next(numbers) for _ in unit.squares]
@@ -247,21 +251,19 @@ class UnitOptimizer(torch.optim.Optimizer):
             if any(f < 0 for f in factors):
                 taken.dropped.append(unit.name)
             taken.guarded += self._phase is Phase.STEP and any(0 <= f < 1 for f in factors)
-            stepped = unit.done and (self.fold or factors[-1] >= 0)
-            taken.moved |= stepped
             taken.folded |= unit.folded > 0
-            if stepped:
-                for p in unit.parameters:
-                    if p in self._steps:
-                        self._steps[p] = (self._steps[p][0], self._steps[p][1] + 1)
+            if self.fold or factors[-1] >= 0:
+                taken.moved |= bool(unit.stepped)
+                for p in unit.stepped:
+                    counter, steps = self._steps[p]
+                    self._steps[p] = (counter, steps + 1)
         taken.norm = math.hypot(*norms.values())
         if self.clip and self._phase is Phase.STEP:
             self.clip.learn(norms)
         self.taken = taken
         for unit in self.units:
-            unit.arrived.clear()
-            unit.squares.clear()
-            unit.factors.clear()
+            for record in (unit.arrived, unit.squares, unit.factors, unit.stepped):
+                record.clear()
             unit.done, unit.folded = False, 0
         self._phase = Phase.KEEP
 

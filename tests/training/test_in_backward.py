@@ -118,6 +118,31 @@ def test_a_resumed_run_rounds_bf16_weights_alike(path, tmp_path):
     assert not different(everything(second), everything(whole))
 
 
+@pytest.mark.parametrize("name", ["sgd", "muon"])
+def test_momentum_is_in_the_checkpoint(path, tmp_path, name):
+    options = {"name": name, "in_backward": True, "accumulation": "momentum"}
+    whole, first, second = (trainer(path, **options) for _ in range(3))
+    run(whole, 0, 3), run(first, 0, 2)
+    second.load(first.save(tmp_path))
+    run(second, 2, 3)
+    assert not different(everything(second), everything(whole))
+
+
+def test_a_parameter_that_had_no_gradient_in_some_steps_keeps_its_own_count():
+    p, rare = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
+    ours = UnitOptimizer({"one": [p, rare]}, [{"params": [p, rare], "lr": 0.1}], rules.AdamWRule())
+    q, seldom = (torch.nn.Parameter(x.detach().clone()) for x in (p, rare))
+    torchs = torch.optim.AdamW([q, seldom], lr=0.1, fused=True)
+    for step in range(4):
+        ours.arm()
+        for optimizer, often, sometimes in ((ours, p, rare), (torchs, q, seldom)):
+            (often.square().sum() + (sometimes.square().sum() if step != 1 else 0.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(p, q) and torch.equal(rare, seldom)
+    assert [int(ours.state[x]["step"]) for x in (p, rare)] == [4, 3] == [ours._steps[x][1] for x in (p, rare)]
+
+
 def test_updates_of_one_millionth_survive_in_bf16_weights(path):
     """torchtune, measured: bf16(0.02) - 1e-6 == bf16(0.02). The mean over many weights must move as in fp32.
 
