@@ -67,10 +67,11 @@ class Job:
 
 
 @torch.no_grad()
-def adamw(jobs: Sequence[Job], factor: Tensor, seed: int = 0) -> None:
+def adamw(jobs: Sequence[Job], factor: Tensor, seed: int | None = 0) -> None:
     """Updates the tensors of ``jobs`` in place, with their gradients multiplied by ``factor``.
 
-    ``factor`` is one fp32 number on their device; negative or NaN: nothing changes. Nothing waits for the device. The
+    ``factor`` is one fp32 number on their device; negative or NaN: nothing changes. Nothing waits for the device.
+    ``seed`` None rounds bf16 to nearest, which loses small updates: to measure what rounding costs. The
     kernel runs on GPUs, :func:`adamw_reference` elsewhere.
     """
     jobs = [job for job in jobs if job.weight.numel()]
@@ -89,7 +90,7 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def adamw_reference(jobs: Sequence[Job], factor: Tensor, seed: int = 0) -> None:
+def adamw_reference(jobs: Sequence[Job], factor: Tensor, seed: int | None = 0) -> None:
     """The same in plain torch, on any device; waits for the device."""
     scale = float(factor)
     if not scale >= 0:
@@ -104,7 +105,7 @@ def adamw_reference(jobs: Sequence[Job], factor: Tensor, seed: int = 0) -> None:
         rooted = v.double().sqrt().float()  # torch's fp32 square root on a CPU is not correctly rounded
         p = p * decay - m / (rooted * root + h.eps) * step_size
         results = [p, m, v]
-        if job.weight.dtype == torch.bfloat16:
+        if job.weight.dtype == torch.bfloat16 and seed is not None:
             bits = rounding_bits(p.numel(), seed, job.step, job.tensor, job.first, p.device)
             images = [bits, *((bits * a + b) & 0xFFFF for a, b in MOMENT_BITS)]
             results = [stochastic_round(x, r) for x, r in zip(results, images, strict=True)]
@@ -173,12 +174,12 @@ def _kernel(
             tl.store(first_moment + at, _bf16(m, (bits * 0x9E37 + 0x79B9) & 0xFFFF), mask=inside)
             tl.store(second_moment + at, _bf16(v, (bits * 0x85EB + 0xCA6B) & 0xFFFF), mask=inside)
         else:
-            tl.store(weight + at, p, mask=inside)
-            tl.store(first_moment + at, m, mask=inside)
-            tl.store(second_moment + at, v, mask=inside)
+            tl.store(weight + at, p.to(WEIGHT), mask=inside)
+            tl.store(first_moment + at, m.to(WEIGHT), mask=inside)
+            tl.store(second_moment + at, v.to(WEIGHT), mask=inside)
 
 
-def adamw_triton(jobs: Sequence[Job], factor: Tensor, seed: int = 0) -> None:
+def adamw_triton(jobs: Sequence[Job], factor: Tensor, seed: int | None = 0) -> None:
     """One launch for all tensors with the same dtypes, betas and eps (learning rate and decay may differ)."""
     together: dict[tuple[object, ...], list[Job]] = {}
     for job in jobs:
@@ -188,11 +189,11 @@ def adamw_triton(jobs: Sequence[Job], factor: Tensor, seed: int = 0) -> None:
         _launch(same, factor, seed)
 
 
-def _launch(jobs: list[Job], factor: Tensor, seed: int) -> None:
+def _launch(jobs: list[Job], factor: Tensor, seed: int | None) -> None:
     first, device = jobs[0], jobs[0].weight.device
     counts = [triton.cdiv(job.weight.numel(), BLOCK) for job in jobs]
     starts = [sum(counts[:i]) for i in range(len(jobs))]
-    rows = [_row(job, start, seed) for job, start in zip(jobs, starts, strict=True)]
+    rows = [_row(job, start, seed or 0) for job, start in zip(jobs, starts, strict=True)]
     # Pinned, so that nothing waits; torch's allocator keeps the host memory until the copy has happened.
     table = torch.tensor(rows, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     aligned = all(row[i] % 16 == 0 for row in rows for i in range(4)) and all(row[4] % 8 == 0 for row in rows)
@@ -200,7 +201,7 @@ def _launch(jobs: list[Job], factor: Tensor, seed: int) -> None:
     _kernel[(sum(counts),)](
         table, _block_map(tuple(counts), device), factor, h.beta2, 1 - h.beta1, 1 - h.beta2, h.eps,
         WEIGHT=_TRITON[first.weight.dtype], GRAD=_TRITON[first.grad.dtype],
-        ROUND=first.weight.dtype == torch.bfloat16, ROUNDS=ROUNDS, ALIGNED=aligned,
+        ROUND=first.weight.dtype == torch.bfloat16 and seed is not None, ROUNDS=ROUNDS, ALIGNED=aligned,
         BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,  # every operation rounds, as the reference does
     )  # fmt: skip
     for job in jobs:  # autograd must notice a tensor that it saved and that has changed under it

@@ -84,7 +84,9 @@ def test_the_kernel_equals_its_reference_bit_for_bit(weight, grad, device, trito
     """Several blocks, tails, unaligned sizes, own step, learning rate and decay of each tensor, a seed above 2^32."""
     ours = make_jobs(weight, grad, device=device)
     want = copy.deepcopy(ours)
-    for seed in (0, (3 << 40) + 12345):
+    for seed in (0, (3 << 40) + 12345, None):
+        if seed is None and weight == "bf16" and device == "cpu":
+            continue  # the interpreter truncates fp32 to bf16 where a GPU rounds to nearest
         triton_step(ours, torch.tensor([0.3]), seed)
         adamw_reference(want, torch.tensor([0.3]), seed)
         for a, b in zip(results(ours), results(want), strict=True):
