@@ -157,7 +157,7 @@ def measure(
 
 def kernel_bandwidth(device: torch.device) -> dict[str, float]:
     """Bytes a second of the update alone over a billion parameters in 48 tensors, and of a copy, on a GPU."""
-    from kernels.adamw import Hyper, Job, adamw_triton
+    from kernels.adamw import BLOCK, Hyper, Job, adamw_triton
 
     def seconds(action: Callable[[], Any]) -> float:
         flush = torch.empty(64 * 2**20, dtype=torch.int32, device=device)
@@ -197,7 +197,9 @@ def kernel_bandwidth(device: torch.device) -> dict[str, float]:
     ):
         work = jobs(weight, grad)
         count = sum(job.weight.numel() for job in work)
-        out[name] = bytes_each * count / seconds(lambda work=work, seed=seed: adamw_triton(work, one, seed))  # type: ignore[misc]
+        for block in (BLOCK, 512, 2048, 4096):
+            rate = bytes_each * count / seconds(lambda w=work, s=seed, b=block: adamw_triton(w, one, s, b))  # type: ignore[misc]
+            out[name if block == BLOCK else f"{name}, blocks of {block}"] = rate
         del work
         torch.cuda.empty_cache()
     parameters = [torch.nn.Parameter(job.weight) for job in jobs(half, half)]
@@ -210,7 +212,7 @@ def kernel_bandwidth(device: torch.device) -> dict[str, float]:
 
 
 def kernel_claims(found: dict[str, float]) -> list[Claim]:
-    names = [name for name in found if name != "copy" and not name.startswith("torch")]
+    names = [name for name in found if name != "copy" and not name.startswith("torch") and "blocks" not in name]
     shares = [
         at_least(f"update, {name}: share of the copy bandwidth", found[name] / found["copy"], 0.95) for name in names
     ]

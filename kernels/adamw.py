@@ -179,19 +179,22 @@ def _kernel(
             tl.store(second_moment + at, v.to(WEIGHT), mask=inside)
 
 
-def adamw_triton(jobs: Sequence[Job], factor: Tensor, seed: int | None = 0) -> None:
-    """One launch for all tensors with the same dtypes, betas and eps (learning rate and decay may differ)."""
+def adamw_triton(jobs: Sequence[Job], factor: Tensor, seed: int | None = 0, block: int = BLOCK) -> None:
+    """One launch for all tensors with the same dtypes, betas and eps (learning rate and decay may differ).
+
+    ``block`` elements a program, a power of two from 256 on; the results do not depend on it.
+    """
     together: dict[tuple[object, ...], list[Job]] = {}
     for job in jobs:
         h = job.hyper
         together.setdefault((job.weight.dtype, job.grad.dtype, h.beta1, h.beta2, h.eps), []).append(job)
     for same in together.values():
-        _launch(same, factor, seed)
+        _launch(same, factor, seed, block)
 
 
-def _launch(jobs: list[Job], factor: Tensor, seed: int | None) -> None:
+def _launch(jobs: list[Job], factor: Tensor, seed: int | None, block: int) -> None:
     first, device = jobs[0], jobs[0].weight.device
-    counts = [triton.cdiv(job.weight.numel(), BLOCK) for job in jobs]
+    counts = [triton.cdiv(job.weight.numel(), block) for job in jobs]
     starts = [sum(counts[:i]) for i in range(len(jobs))]
     rows = [_row(job, start, seed or 0) for job, start in zip(jobs, starts, strict=True)]
     # Pinned, so that nothing waits; torch's allocator keeps the host memory until the copy has happened.
@@ -202,7 +205,7 @@ def _launch(jobs: list[Job], factor: Tensor, seed: int | None) -> None:
         table, _block_map(tuple(counts), device), factor, h.beta2, 1 - h.beta1, 1 - h.beta2, h.eps,
         WEIGHT=_TRITON[first.weight.dtype], GRAD=_TRITON[first.grad.dtype],
         ROUND=first.weight.dtype == torch.bfloat16 and seed is not None, ROUNDS=ROUNDS, ALIGNED=aligned,
-        BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,  # every operation rounds, as the reference does
+        BLOCK=block, num_warps=block // 256, enable_fp_fusion=False,  # every operation rounds, as the reference does
     )  # fmt: skip
     for job in jobs:  # autograd must notice a tensor that it saved and that has changed under it
         torch.autograd.graph.increment_version(job.weight)

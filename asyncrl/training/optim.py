@@ -86,10 +86,11 @@ def local_square_norm(grads: Sequence[Tensor], copies: Sequence[int] = ()) -> Te
     if not grads:
         return torch.zeros((), dtype=torch.float64)
     half = grads[0].dtype == torch.bfloat16  # a norm in bf16 has three digits
-    norms = torch.stack([n.double() for n in torch._foreach_norm(grads, 2, torch.float32 if half else None)])
-    if all(c == 1 for c in copies):
-        return norms.square().sum()
-    return (norms.square() / torch.tensor(copies, dtype=torch.float64, device=norms.device)).sum()
+    norms = torch._foreach_norm(grads, 2, torch.float32 if half else None)
+    held: dict[int, list[Tensor]] = {}
+    for norm, count in zip(norms, copies or [1] * len(grads), strict=True):
+        held.setdefault(count, []).append(norm.double())
+    return torch.stack([torch.stack(same).square().sum() / count for count, same in held.items()]).sum()
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:

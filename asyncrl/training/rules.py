@@ -69,6 +69,7 @@ class AdamWRule(Rule):
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
+        self._first: dict[int, int] = {}  # parameter number -> place of its shard
         self.defaults = dict(torch.optim.AdamW([torch.zeros(())], fused=True).defaults)
 
     def apply(self, slots: Sequence[Slot], factor: Tensor) -> None:
@@ -87,7 +88,9 @@ class AdamWRule(Rule):
             beta1, beta2 = g["betas"]
             hyper = Hyper(float(g["lr"]), beta1, beta2, g["eps"], g["weight_decay"])
             m, v = (local_shard(s.state[name]) for name in self.moments)
-            jobs.append(Job(s.weight, s.grad, m, v, s.step, hyper, s.number, first_element(s.parameter)))
+            if s.number not in self._first:
+                self._first[s.number] = first_element(s.parameter)
+            jobs.append(Job(s.weight, s.grad, m, v, s.step, hyper, s.number, self._first[s.number]))
         adamw(jobs, factor.to(torch.float32), self.seed)
 
     def _torch(self, slots: Sequence[Slot], factor: Tensor) -> None:

@@ -23,9 +23,9 @@ def triton_step():
     """The kernel on whichever device the tensors are: compiled on a GPU, interpreted on the CPU."""
     slow = interpreted("kernels.adamw").adamw_triton
 
-    def step(jobs, factor, seed=0):
+    def step(jobs, factor, seed=0, **more):
         on_gpu = jobs[0].weight.is_cuda
-        (compiled.adamw_triton if on_gpu else slow)(jobs, factor.to(jobs[0].weight.device), seed)
+        (compiled.adamw_triton if on_gpu else slow)(jobs, factor.to(jobs[0].weight.device), seed, **more)
 
     return step
 
@@ -104,6 +104,16 @@ def test_aligned_and_unaligned_tensors_give_the_same(device, triton_step):
     triton_step(aligned, ONE)
     triton_step(shifted, ONE)
     assert all(torch.equal(a, b) for a, b in zip(results(aligned), results(shifted), strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_result_does_not_depend_on_the_size_of_a_block(device, triton_step):
+    results_of = []
+    for block in (256, 1024, 4096):
+        jobs = make_jobs("bf16", "bf16", device=device)
+        triton_step(jobs, ONE, 7, block=block)
+        results_of.append(results(jobs))
+    assert all(torch.equal(a, b) for other in results_of[1:] for a, b in zip(results_of[0], other, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
