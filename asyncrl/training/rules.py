@@ -90,7 +90,7 @@ class AdamWRule(Rule):
             m, v = (local_shard(s.state[name]) for name in self.moments)
             if s.number not in self._first:
                 self._first[s.number] = first_element(s.parameter)
-            jobs.append(Job(s.weight, s.grad, m, v, s.step, hyper, s.number, self._first[s.number]))
+            jobs.append(Job(s.weight, s.grad.contiguous(), m, v, s.step, hyper, s.number, self._first[s.number]))
         adamw(jobs, factor.to(torch.float32), self.seed)
 
     def _torch(self, slots: Sequence[Slot], factor: Tensor) -> None:

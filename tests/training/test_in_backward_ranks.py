@@ -5,6 +5,7 @@ Processes are slow to start, so one launch for each number of ranks answers all 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from pathlib import Path
 
@@ -178,12 +179,27 @@ def switching(path, rank, world, root):
     return different(everything(t), everything(whole))
 
 
+def rounded(path, rank, world):
+    """Digest of weights and state in bf16 after three steps on replicas of one shard each, and what one step moved."""
+    t = trainer(path, "bfloat16", mesh=mesh_of("hsdp", rank, world), in_backward=True)
+    before = everything(t)
+    run(t, 0, 3, rank, world)
+    return hashlib.sha256(b"".join(x.tobytes() for x in everything(t).values())).hexdigest(), different_weights(
+        t, before
+    )
+
+
+def different_weights(t, before):
+    return [n for n, x in everything(t).items() if n in before and not np.array_equal(x, before[n])]
+
+
 def job(rank, world, path, root):
     out = {"equality": equality(path, rank, world), "torch": against_torch(path, rank, world)}
     if world == 2:
         out["folding"] = folding(path, rank, world)
         out["memory"] = memory(path, rank, world)
         out["failures"] = failures(path, rank, world)
+        out["rounded"] = rounded(path, rank, world)
         out["switching"] = switching(path, rank, world, root)
     return out
 
@@ -277,6 +293,12 @@ def test_failures_are_the_same_on_all_ranks(two):
         assert skipped is None and dropped == 2  # the first layer, and the root with the embedding
         assert changed and all(name.startswith("model.layers.1.") for name in changed)
         assert seen["again"] == (None, 0, 1)
+
+
+def test_replicas_of_a_shard_are_rounded_alike(two):
+    """Stochastic rounding must not let the replicas of HSDP drift apart."""
+    (first, moved), (second, _) = (rank["rounded"] for rank in two)
+    assert first == second and len(moved) > 20
 
 
 def test_modes_may_switch_at_a_checkpoint_of_two_ranks(two):
