@@ -1,1 +1,1 @@
-"""Triton kernels, each beside its plain-torch reference; nothing here imports asyncrl."""
+"""Kernels and their plain-torch references. Nothing here imports asyncrl."""
