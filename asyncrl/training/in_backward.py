@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -205,7 +206,8 @@ class UnitOptimizer(torch.optim.Optimizer):
         if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:
             grad = grad.redistribute(placements=p.placements)  # tensor parallelism leaves partial sums
         shard = local_shard(grad)
-        shard = shard.wait() if hasattr(shard, "wait") else shard  # an asynchronous collective's result
+        if isinstance(shard, AsyncCollectiveTensor):
+            shard = shard.wait()
         known = self._steps.get(p)
         if known is None or known[0] is not state["step"]:
             self._steps[p] = known = (state["step"], int(state["step"]))

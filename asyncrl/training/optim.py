@@ -89,8 +89,9 @@ def local_square_norm(grads: Sequence[Tensor], copies: Sequence[int] = ()) -> Te
     norms = torch._foreach_norm(grads, 2, torch.float32 if half else None)
     held: dict[int, list[Tensor]] = {}
     for norm, count in zip(norms, copies or [1] * len(grads), strict=True):
-        held.setdefault(count, []).append(norm.double())
-    return torch.stack([torch.stack(same).square().sum() / count for count, same in held.items()]).sum()
+        held.setdefault(count, []).append(norm)
+    squares = [torch.stack(same).double().square().sum() / count for count, same in held.items()]
+    return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:

@@ -229,7 +229,7 @@ def usable(slots: Sequence[Slot], factor: Tensor) -> list[Tensor]:
 
 def local_shard(x: Tensor) -> Tensor:
     """The part of a tensor that lives on this rank, without dispatch."""
-    return x._local_tensor if isinstance(x, DTensor) else x.detach()
+    return x._local_tensor if isinstance(x, DTensor) else x
 
 
 def first_element(p: Tensor) -> int:
