@@ -7,7 +7,8 @@ ours in, adama   the same with two micro-batches whose gradients go into the mom
 
 With a GPU: 1.5 B parameters in pure bf16 (weights rounded stochastically by ours, to nearest by torch), activation
 checkpointing, and the bandwidth of the update alone against a copy. Without: 11 M parameters in fp32, CPU seconds of
-one thread, and bytes of gradients counted in hooks, because a process's memory says little about them.
+one thread, and bytes of gradients counted in hooks, because a process's memory says little about them. There the bound on
+time against torch is 1.05 and not 1.02: the update is 4 % of a step of this size, and it is cut into 13 parts.
 
     python -m benchmarks.in_backward --json FILE           # everything that this machine has
     python -m benchmarks.in_backward --quick               # the small model, also on a GPU
@@ -259,7 +260,9 @@ def compare(figures: dict[str, Any], on_gpu: bool) -> list[Claim]:
     torch_after, after, inside, torch_two, folded = (figures[case.name] for case in CASES)
     claims = [
         at_most("step time, ours in over ours after", inside["step_s"] / after["step_s"], 1.02),
-        at_most("step time, ours in over torch after", inside["step_s"] / torch_after["step_s"], 1.02),
+        at_most(
+            "step time, ours in over torch after", inside["step_s"] / torch_after["step_s"], 1.02 if on_gpu else 1.05
+        ),
     ]
     for name, ours, peer in (("1 micro-batch", inside, torch_after), ("2 micro-batches, adama", folded, torch_two)):
         key = "peak_bytes" if on_gpu else "gradient_peak_bytes"
