@@ -7,8 +7,9 @@ ours in, adama   the same with two micro-batches whose gradients go into the mom
 
 With a GPU: 1.5 B parameters in pure bf16 (weights rounded stochastically by ours, to nearest by torch), activation
 checkpointing, and the bandwidth of the update alone against a copy. Without: 11 M parameters in fp32, CPU seconds of
-one thread, and bytes of gradients counted in hooks, because a process's memory says little about them. There the bound on
-time against torch is 1.05 and not 1.02: the update is 4 % of a step of this size, and it is cut into 13 parts.
+one thread (the steps of all cases alternate; a ratio is the median over pairs), and bytes of gradients counted in
+hooks, because a process's memory says little about them. There the bound on time is 1.05 and not 1.02, which the noise
+of two busy cores does not resolve.
 
     python -m benchmarks.in_backward --json FILE           # everything that this machine has
     python -m benchmarks.in_backward --quick               # the small model, also on a GPU
@@ -231,7 +232,7 @@ def main() -> int:
     vocabulary = (LARGE if large else SMALL)["vocab_size"]
     count, prompt, answer = (8, 256, 256) if large else (8, 24, 24)
     samples = draw_samples(vocabulary, count, prompt, answer)
-    steps = 20 if large else 5 if options.quick else 25
+    steps = 20 if large else 5 if options.quick else 40
     figures: dict[str, Any] = {
         "samples": count,
         "tokens": count * (prompt + answer),
@@ -258,12 +259,10 @@ def main() -> int:
 
 def compare(figures: dict[str, Any], on_gpu: bool) -> list[Claim]:
     torch_after, after, inside, torch_two, folded = (figures[case.name] for case in CASES)
-    claims = [
-        at_most("step time, ours in over ours after", inside["step_s"] / after["step_s"], 1.02),
-        at_most(
-            "step time, ours in over torch after", inside["step_s"] / torch_after["step_s"], 1.02 if on_gpu else 1.05
-        ),
-    ]
+    claims = []
+    for what, peer in (("ours after", after), ("torch after", torch_after)):
+        ratio = statistics.median(a / b for a, b in zip(inside["steps_s"], peer["steps_s"], strict=True))
+        claims.append(at_most(f"step time, ours in over {what}", ratio, 1.02 if on_gpu else 1.05))
     for name, ours, peer in (("1 micro-batch", inside, torch_after), ("2 micro-batches, adama", folded, torch_two)):
         key = "peak_bytes" if on_gpu else "gradient_peak_bytes"
         saved = (peer[key] - ours[key]) / ours["gradient_bytes"]
