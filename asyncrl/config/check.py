@@ -101,8 +101,14 @@ def check_precision(config: Config) -> Iterator[Problem]:
     if config.model.compute_dtype == "float64" and config.trainer.master_dtype != "float64":
         yield Problem(
             "trainer.master_dtype",
-            "weights kept in float32 make a computation in float64 pointless",
+            f"weights kept in {config.trainer.master_dtype} make a computation in float64 pointless",
             "trainer.master_dtype=float64",
+        )
+    if config.trainer.master_dtype == "bfloat16" and config.model.compute_dtype != "bfloat16":
+        yield Problem(
+            "trainer.master_dtype",
+            f"bfloat16 weights would be computed with in {config.model.compute_dtype}, which gains nothing",
+            "model.compute_dtype=bfloat16, or trainer.master_dtype=float32",
         )
 
 
@@ -178,6 +184,38 @@ def check_sft(config: Config) -> Iterator[Problem]:
             "model.new.kv_heads",
             f"{new.kv_heads} key/value heads do not divide {new.heads} query heads",
             f"a divisor of {new.heads}",
+        )
+
+
+def check_optimizer(config: Config) -> Iterator[Problem]:
+    """The optimizer in the backward pass: what is exact with what."""
+    optim = config.optim
+    momentum = optim.name != "adamw"
+    if optim.in_backward and optim.clip == "global":
+        yield Problem(
+            "optim.clip",
+            "the norm of the whole gradient is not known while optim.in_backward already steps",
+            "optim.clip=delayed (or auto)",
+        )
+    if optim.accumulation != "armed" and not optim.in_backward:
+        yield Problem(
+            "optim.accumulation",
+            f"{optim.accumulation} is for optim.in_backward=true; the ordinary loop adds gradients",
+            "optim.in_backward=true, or optim.accumulation=armed",
+        )
+    if optim.accumulation == "adama" and momentum:
+        yield Problem("optim.accumulation", f"adama is AdamW's, not {optim.name}'s", "optim.accumulation=momentum")
+    if optim.accumulation == "momentum" and not momentum:
+        yield Problem(
+            "optim.accumulation",
+            "AdamW's second moment is not linear in the gradient, so momentum alone cannot hold the sum",
+            "optim.name=sgd or muon, or optim.accumulation=armed, or adama (another algorithm)",
+        )
+    if config.trainer.master_dtype == "bfloat16" and (momentum or optim.accumulation != "armed"):
+        yield Problem(
+            "trainer.master_dtype",
+            "bfloat16 weights are rounded stochastically by AdamW's kernel only, once a step",
+            "trainer.master_dtype=float32, or optim.name=adamw with optim.accumulation=armed",
         )
 
 
@@ -312,6 +350,7 @@ CHECKS: list[Callable[[Config], Iterator[Problem]]] = [
     check_model,
     check_sft,
     check_checkpoint,
+    check_optimizer,
     check_installation,
     check_run,
 ]

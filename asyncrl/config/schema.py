@@ -167,7 +167,11 @@ class TrainerConfig:
     # GPU; costs the transfers of each layer, and optimizer steps at the speed of the CPU.
     cpu_offload: bool = False
     logprob_chunk: Positive = 4096  # tokens a chunk of the head; logits of one chunk live at a time
-    master_dtype: Literal["float32", "float64"] = "float32"  # bfloat16 would lose updates at learning rate 1e-6
+    # bfloat16: weights, gradients and optimizer state of 2 bytes each, 8 a parameter where float32 takes 16. The
+    # weights are rounded stochastically (kernels/adamw.py), so that an update of 1e-6 survives on average. Costs: noise
+    # of about a bf16 step a weight, and gradients that are added in bf16 over micro-batches and ranks. Only with
+    # compute_dtype=bfloat16.
+    master_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
 
 
 @dataclass
@@ -203,6 +207,38 @@ class OptimConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # over trainer.steps
     final_lr_share: Share = 0.1
     clip_norm: Above0 = 1.0
+    # adamw; or one moment, half of AdamW's state, for which accumulation=momentum is exact. sgd: heavy ball. muon:
+    # hidden matrices by Newton-Schulz, the rest by sign (Scion, arXiv 2502.07529); its steps have AdamW's size, so that
+    # AdamW's learning rates fit. It costs about 15 products of each matrix a step and, under FSDP2, a gather of it.
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    momentum: BelowOne = 0.95  # of sgd and muon
+    # Step each layer in the backward pass, as soon as its gradient is complete, and free that gradient. Saves the
+    # gradients of the model (2 bytes a parameter in bf16, 4 in fp32, over the ranks) when the peak is at the end of the
+    # backward pass and the step has one micro-batch or accumulation is not `armed`. Costs: clipping is delayed (see
+    # clip), one small all-reduce a layer, and the last backward pass waits until all ranks have accepted the loss.
+    in_backward: bool = False
+    # What several micro-batches do with in_backward. armed: gradients stay between them, the last one steps; the
+    # weights of the ordinary loop, no memory saved but the overlap. momentum (sgd and muon): added to the momentum at
+    # once; exact, no gradient buffer. adama (adamw): squares of each micro-batch's gradient are added instead of the
+    # square of their sum (arXiv 2305.19982); no gradient buffer, another algorithm than AdamW with other step sizes.
+    accumulation: Literal["armed", "momentum", "adama"] = "armed"
+    # global: by the norm of this step's whole gradient, which must be complete. delayed: the loss is multiplied by
+    # min(1, clip_norm / average of past norms) and a layer is cut to clip_guard times its own average; costs nothing
+    # and knows no future, but a spike is cut by layers only. auto: delayed with in_backward, else global.
+    clip: Literal["auto", "global", "delayed"] = "auto"
+    clip_memory: BelowOne = 0.5  # delayed: weight of the past in the running averages; 0: the last step's norm alone
+    clip_guard: NonNegative = 4.0  # delayed: how far above its average a layer's norm may be; 0: as far as it likes
+    # A step is refused before any weight changes if one of these is exceeded, or not finite, on any rank; 0: no limit.
+    max_loss: NonNegative = 0.0  # of the absolute loss of the batch
+    max_ratio: NonNegative = 0.0  # of any token's pi over mu (grpo)
+    max_kl: NonNegative = 0.0  # of the mean k3 estimate of KL(mu || pi), nat (grpo)
+    # With in_backward a gradient may turn out not to be finite when later layers have stepped: that layer keeps its
+    # weights. More such steps than this, over the whole run, and the run ends.
+    max_partial_steps: Count = 10
+
+    @property
+    def delayed_clip(self) -> bool:
+        return self.clip == "delayed" or (self.clip == "auto" and self.in_backward)
 
 
 @dataclass

@@ -187,7 +187,8 @@ def evaluate(trainer: SftTrainer, unseen: list[Conversation], reporter: Reporter
 
 def measured(report: StepReport) -> dict[str, float | str]:
     """A step's figures under their declared keys; those of reinforcement learning are left out."""
-    kept = ("loss", "grad_norm", "lr", "tokens", "samples", "skipped")
+    kept = {"loss", "grad_norm", "lr", "tokens", "samples", "skipped"}
+    kept |= {"clip_scale", "guarded_units", "partial_units", "partial_total"}  # of optim.in_backward
     return {key: value for key, value in report.metrics().items() if key.removeprefix("train/") in kept}
 
 

@@ -68,7 +68,12 @@ LEARNING = (
 
 TRAINING = (
     M("train/loss", "1", "loss over the global batch: the policy loss, in mode sft the mean negative log-likelihood"),
-    M("train/grad_norm", "1", "global gradient norm before clipping"),
+    M(
+        "train/grad_norm",
+        "1",
+        "global gradient norm before clipping; with optim.accumulation=momentum or adama and several micro-batches its "
+        "upper bound, the sum over them",
+    ),
     M("train/lr", "1", "learning rate of the step"),
     M("train/entropy", "nat", "entropy of the trainer's distribution, mean over trained tokens"),
     M("train/advantage_abs_mean", "1", "mean absolute advantage over trained tokens"),
@@ -86,6 +91,10 @@ TRAINING = (
     M("train/padding_share", "share", "positions computed that hold no token"),
     M("train/skipped", "text", "reason why the step left the weights unchanged; absent when it did not"),
     M("train/skipped_total", "count", "skipped steps", total=True),
+    M("train/clip_scale", "share", "what delayed clipping multiplied the loss by"),
+    M("train/guarded_units", "count", "units (layers) whose gradient was cut to a multiple of its usual norm"),
+    M("train/partial_units", "count", "units that kept their weights because their gradient was not finite"),
+    M("train/partial_total", "count", "steps with such units, or refused with gradients in the state", total=True),
     M("mismatch/abs_mean", "nat", "mean |log pi - log mu| on samples of one version, scored by that version"),
     M("mismatch/abs_max", "nat", "largest of the same"),
     M("mismatch/tokens", "tokens", "tokens it was measured on"),

@@ -52,6 +52,7 @@ class Summary:
     wall_s: float = 0.0
     steps: int = 0
     steps_skipped: int = 0
+    steps_partial: int = 0  # with optim.in_backward: some layers stepped and others did not
     step_s_mean: float | None = None
     accuracy_initial: float | None = None  # greedy, held out, at the lowest step evaluated
     accuracy_final: float | None = None  # at the highest step evaluated
@@ -187,6 +188,7 @@ class SummaryBuilder:
             wall_s=wall,
             steps=self.steps,
             steps_skipped=self.latest.get("train/skipped_total", 0),
+            steps_partial=self.latest.get("train/partial_total", 0),
             step_s_mean=self._step_s.value,
             accuracy_initial=self._accuracy[steps_evaluated[0]] if steps_evaluated else None,
             accuracy_final=self._accuracy[steps_evaluated[-1]] if steps_evaluated else None,

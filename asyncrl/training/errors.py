@@ -17,3 +17,7 @@ class BatchError(TrainingError):
 
 class CheckpointError(TrainingError):
     """A checkpoint could not be written, or what is on disk is incomplete or damaged."""
+
+
+class PartialSteps(TrainingError):
+    """Too many steps updated only a part of the model, because gradients were not finite."""

@@ -51,6 +51,10 @@ class StepReport:
     gather_wait_s: float = 0.0
     optimizer_s: float = 0.0
     skipped: str | None = None  # the reason; the weights did not change
+    clip_scale: float | None = None  # factor of the loss by delayed clipping; None: another rule
+    guarded_units: int | None = None
+    partial_units: int | None = None  # units that kept their weights while others stepped; None: not possible
+    partial_total: int | None = None
 
     def metrics(self) -> dict[str, float | str]:
         """The report under the keys of ``asyncrl.report.keys``; what was not measured is absent."""
@@ -73,6 +77,10 @@ class StepReport:
             "train/micro_batches": self.micro_batches,
             "train/padding_share": self.padding_share,
             "train/skipped": self.skipped,
+            "train/clip_scale": self.clip_scale,
+            "train/guarded_units": self.guarded_units,
+            "train/partial_units": self.partial_units,
+            "train/partial_total": self.partial_total,
             "mismatch/abs_mean": self.mismatch,
             "mismatch/abs_max": self.mismatch_max,
             "mismatch/tokens": self.mismatch_tokens,
@@ -126,15 +134,15 @@ class StepSums:
         current = torch.where(batch.age_M == 0, gap_M, 0.0).amax()
         self.maxima[:2] = torch.maximum(self.maxima[:2], torch.stack([metrics["ratio_max"].double(), current]))
 
-    def reduce(self, mesh: Mesh, square_norm: Tensor, sharded: bool, samples: int) -> StepReport:
+    def reduce(self, mesh: Mesh, square_norm: Tensor, samples: int) -> StepReport:
         """Adds all ranks' sums in one exchange; ``samples`` is their global number.
 
-        ``square_norm`` is that of the shards that count on this rank if ``sharded``, else that of the whole gradient.
+        ``square_norm`` is this rank's share of the gradient's square norm.
         """
         rows = mesh.gather_rows(torch.cat([self.sums, self.floor, self.maxima, square_norm.to(self.sums)[None]]))
         summed = len(self.sums) + len(self.floor)
         total, maxima = rows[:: mesh.sizes.tp, :summed].sum(0), rows[:, summed:-1].amax(0)
-        square = rows[:, -1].sum() if sharded else rows[0, -1]
+        square = rows[:, -1].sum()
         value = dict(zip(SUMS, total[: len(SUMS)].tolist(), strict=True))
         gaps, counts, floor = total[len(SUMS) :].split([AGES + 1, AGES + 1, 2])
         labels = [str(age) for age in range(AGES - 1)] + [f"{AGES - 1}+", "mixed"]

@@ -7,7 +7,8 @@ ranks and micro-batches changes no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,10 +19,9 @@ from asyncrl.data.chat import Conversation
 from asyncrl.training.documents import Documents
 from asyncrl.training.exact import exact
 from asyncrl.training.metrics import StepReport
-from asyncrl.training.optim import local_square_norm
 from asyncrl.training.packing import PackedBatch
-from asyncrl.training.sharding import sum_gradients
 from asyncrl.training.step import Trainer
+from asyncrl.training.update import Update
 
 # What takes the place of a micro-batch that a rank does not have: one token to predict, masked.
 _DUMMY = Conversation(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.bool_))
@@ -33,37 +33,42 @@ class SftTrainer(Trainer):
     def learn(self, batch: Sequence[Conversation]) -> StepReport:
         """One step on the global ``batch``, the same on every rank; each data rank takes its share of it."""
         tokens = sum(int(c.learnt.sum()) for c in batch)
-        total = self._likelihood(batch, tokens, backward=True)
-        if self.mesh.world_size > 1 and not self.sharded:
-            sum_gradients(self.parameters, self.mesh)
-        square = local_square_norm(self.counted)
-        row = torch.tensor([total, float(square)], dtype=torch.float64)
-        rows = self.mesh.gather_rows(row)
-        report = StepReport(
-            loss=float(rows[:: self.mesh.sizes.tp, 0].sum()),
-            grad_norm=float((rows[:, 1].sum() if self.sharded else rows[0, 1]).sqrt()),
-        )
-        self.finish(report, tokens, len(batch))
-        return report
+        losses: list[float] = []
+
+        def measure(square: Tensor) -> StepReport:
+            row = torch.tensor([sum(losses), float(square)], dtype=torch.float64)
+            rows = self.mesh.gather_rows(row)
+            loss, norm = float(rows[:: self.mesh.sizes.tp, 0].sum()), float(rows[:, 1].sum())
+            return StepReport(loss=loss, grad_norm=math.sqrt(norm) if norm >= 0 else math.nan)
+
+        update = Update(self, tokens, len(batch), measure)
+        self._likelihood(batch, tokens, losses, update.backward)
+        return update.close()
 
     def loss(self, batch: Sequence[Conversation]) -> float:
         """The same mean over ``batch`` without learning it, in nat a token."""
-        tokens = sum(int(c.learnt.sum()) for c in batch)
-        mine = torch.tensor([self._likelihood(batch, tokens, backward=False)], dtype=torch.float64)
-        return float(self.mesh.data_rows(mine).sum())
+        losses: list[float] = []
+        with torch.no_grad():
+            self._likelihood(batch, sum(int(c.learnt.sum()) for c in batch), losses)
+        return float(self.mesh.data_rows(torch.tensor([sum(losses)], dtype=torch.float64)).sum())
 
-    def _likelihood(self, batch: Sequence[Conversation], tokens: int, backward: bool) -> float:
-        """This rank's share of the loss; accumulates gradients if ``backward``."""
-        total = 0.0
-        with exact(self.compute), torch.set_grad_enabled(backward):
-            for micro in share(batch, self.mesh.data_rank, self.mesh.data_ranks, self.cfg.trainer.token_budget):
+    def _likelihood(
+        self,
+        batch: Sequence[Conversation],
+        tokens: int,
+        losses: list[float],
+        backward: Callable[[Tensor, bool], None] | None = None,
+    ) -> None:
+        """Appends the loss of each of this rank's micro-batches to ``losses``, then gives it to ``backward``."""
+        micro_batches = share(batch, self.mesh.data_rank, self.mesh.data_ranks, self.cfg.trainer.token_budget)
+        with exact(self.compute):
+            for i, micro in enumerate(micro_batches):
                 packed = pack_conversations(micro, self.mesh.device)
                 logp_M, _ = self.policy(packed, temperature=1.0)
                 loss = -packed.mask.sum(logp_M) / max(1, tokens)
-                if backward:
-                    loss.backward()
-                total += float(loss.detach())
-        return total
+                losses.append(float(loss.detach()))
+                if backward is not None:
+                    backward(loss, i == len(micro_batches) - 1)
 
 
 def share(batch: Sequence[Conversation], rank: int, ranks: int, budget: int) -> list[list[Conversation]]:

@@ -85,15 +85,6 @@ def shards(cfg: Config, mesh: Mesh) -> bool:
     return wanted and mesh.devices is not None
 
 
-def counted(p: Tensor) -> bool:
-    """Whether this rank's part of ``p`` counts in a sum over all ranks: of replicas the first does."""
-    if not isinstance(p, DTensor):
-        return True
-    coordinate = p.device_mesh.get_coordinate()
-    assert coordinate is not None, "every rank is part of the mesh"
-    return all(at == 0 for at, placement in zip(coordinate, p.placements, strict=True) if placement.is_replicate())
-
-
 def local(x: Tensor) -> Tensor:
     """The part of a tensor that lives on this rank."""
     return x.to_local() if isinstance(x, DTensor) else x

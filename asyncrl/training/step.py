@@ -5,14 +5,14 @@ Invariants:
 - every rank runs the same number of micro-batches (checked before the first collective of the step); an empty one
   still runs forward and backward on a dummy whose mask is zero;
 - one denominator, added over all ranks before backward, from the masks that also make the numerators;
-- a step with a non-finite loss or gradient, or with nothing to train, changes no weight on any rank, is counted
-  with its reason, and still makes a new version;
+- a step whose loss, ratio or KL is not finite or over its limit, or with nothing to train, changes no weight on any
+  rank, is counted with its reason, and still makes a new version; so does a non-finite gradient, but in the backward
+  pass (see :mod:`asyncrl.training.update`);
 - ``before_update`` returns before any weight changes.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,22 +28,18 @@ from asyncrl.rollouts.types import TrainSample
 from asyncrl.training import checkpoint, restoring
 from asyncrl.training.errors import BatchError, ModelError
 from asyncrl.training.exact import exact
+from asyncrl.training.in_backward import UnitOptimizer, build_unit_optimizer
 from asyncrl.training.keeping import Keep
 from asyncrl.training.mesh import Mesh
 from asyncrl.training.metrics import StepReport, StepSums
 from asyncrl.training.model import DTYPES, Policy
 from asyncrl.training.noise import noise_floor, score_in_halves
-from asyncrl.training.optim import (
-    build_optimizer,
-    clip_factor,
-    learning_rate,
-    local_square_norm,
-    scale_gradients,
-    set_learning_rate,
-)
+from asyncrl.training.optim import build_optimizer
 from asyncrl.training.packing import PackedBatch, pack
+from asyncrl.training.rules import AdamWRule
 from asyncrl.training.saver import Saver
-from asyncrl.training.sharding import counted, distribute, sum_gradients
+from asyncrl.training.sharding import distribute
+from asyncrl.training.update import Update
 
 
 class Trainer:
@@ -60,29 +56,31 @@ class Trainer:
         unsent = [name for name, p in trained.items() if id(p) not in sent]
         if unsent:
             raise ModelError(f"{len(unsent)} trained parameters would never reach an engine, e.g. {unsent[0]}")
-        self.counted = [p for p in self.parameters if counted(p)]
-        self.optimizer = build_optimizer(self.parameters, cfg.optim)
+        self.optimizer = self._build_optimizer()
         self.version = 0
         self.skipped: Counter[str] = Counter()
         # What the run's position counts in, JSON-able; a checkpoint of other data is refused.
         self.data: dict[str, Any] = {}
-        self.saves = Saver(mesh, cfg.checkpoint.copies, cfg.deadline.checkpoint_s)
+        self.saves = Saver(self.mesh, self.cfg.checkpoint.copies, self.cfg.deadline.checkpoint_s)
+        self.partial_steps = 0  # steps that updated only a part of the model
+        self._clip_state: dict[str, Any] = {}  # of a checkpoint, kept for a run that clips by it again
 
-    def named_parameters_hf(self) -> list[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor or DTensor) in model order; a tied weight appears once."""
-        return list(self.policy.lm.named_parameters())
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        optim = self.cfg.optim
+        plain = optim.name == "adamw" and not optim.delayed_clip and self.cfg.trainer.master_dtype != "bfloat16"
+        if plain:
+            return build_optimizer(self.parameters, optim)
+        return build_unit_optimizer(self.policy, optim, self.mesh, self.sharded, self.cfg.seed)
 
     @property
     def moments(self) -> tuple[str, ...]:
         """Names of the optimizer's state tensors of a parameter, beside ``step``."""
-        return ("exp_avg", "exp_avg_sq")
+        unit = isinstance(self.optimizer, UnitOptimizer)
+        return self.optimizer.rule.moments if unit else AdamWRule.moments  # type: ignore[attr-defined]
 
-    def update_state(self) -> dict[str, Any]:
-        """What a step needs from the steps before, beside the optimizer's state: JSON-able, the same on all ranks."""
-        return {}
-
-    def load_update_state(self, state: dict[str, Any]) -> None:
-        """Takes back what ``update_state`` gave; may not fail."""
+    def named_parameters_hf(self) -> list[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor or DTensor) in model order; a tied weight appears once."""
+        return list(self.policy.lm.named_parameters())
 
     def save(self, root: str | Path, keep: int = 0) -> Path:
         """Collective. Writes ``root/step_<version>`` and waits for it; keeps the ``keep`` newest (0: all).
@@ -111,58 +109,43 @@ class Trainer:
     ) -> StepReport:
         """Trains this rank's ``micro_batches`` (each possibly empty) together with all other ranks.
 
-        ``before_update`` is called once, just before weights change; not on a skipped step. Raises
-        :class:`BatchError` for samples that cannot be trained or ranks with different numbers of micro-batches.
+        ``before_update`` is called once, just before weights may change (with ``optim.in_backward`` before the last
+        backward); not on a step that is refused before. Raises :class:`BatchError` for samples that cannot be trained
+        or ranks with different numbers of micro-batches, :class:`PartialSteps` if too many steps were partial.
         """
-        clock = [time.perf_counter()]
+        began = time.perf_counter()
         batches = self._pack(micro_batches)
         tokens, samples = self._totals(batches)
         sums = StepSums(self.mesh.device)
+        update = Update(self, tokens, samples, lambda square: sums.reduce(self.mesh, square, samples), before_update)
         if tokens:
             denominator = tokens if self.cfg.algorithm.aggregation == "token_mean" else samples
             with exact(self.compute):
                 again = score_in_halves(micro_batches[0], self._score_otherwise) if self._measures_noise() else None
                 for batch in batches:
-                    logp_M = self._forward_backward(batch, denominator, sums)
+                    loss, logp_M = self._forward(batch, denominator, sums)
                     if again is not None and batch is batches[0]:
                         sums.add_floor(noise_floor(batch, logp_M, again))
-            if self.mesh.world_size > 1 and not self.sharded:
-                sum_gradients(self.parameters, self.mesh)
-        report = sums.reduce(self.mesh, local_square_norm(self.counted), self.sharded, samples)
-        clock.append(time.perf_counter())
-        clock.append(self.finish(report, tokens, samples, before_update))
-        clock.append(time.perf_counter())
-        report.micro_batches = len(batches)
-        report.seconds, report.forward_backward_s = clock[-1] - clock[0], clock[1] - clock[0]
-        report.gather_wait_s, report.optimizer_s = clock[-2] - clock[1], clock[-1] - clock[-2]
+                    update.backward(loss, last=batch is batches[-1])
+        computed = time.perf_counter()
+        report = update.close()
+        report.micro_batches, report.gather_wait_s = len(batches), update.waited_s
+        ended = time.perf_counter()
+        report.seconds, waited = ended - began, update.waited_s
+        inside, after = (waited, 0.0) if update.hooked else (0.0, waited)
+        report.forward_backward_s, report.optimizer_s = computed - began - inside, ended - computed - after
         return report
 
-    def finish(
-        self, report: StepReport, tokens: int, samples: int, before_update: Callable[[], Any] = lambda: None
-    ) -> float:
-        """The end of every step, once ``report`` knows loss and gradient norm: update or skip, a new version.
+    def update_state(self) -> dict[str, Any]:
+        """What a step needs from the steps before, beside the optimizer's state; JSON-able, part of a checkpoint."""
+        clip = self.optimizer.clip if isinstance(self.optimizer, UnitOptimizer) else None
+        return {"partial_steps": self.partial_steps, "clip": clip.state() if clip else self._clip_state}
 
-        Returns the time (``perf_counter``) at which ``before_update`` was back.
-        """
-        report.lr = learning_rate(self.version, self.cfg.trainer.steps, self.cfg.optim)
-        report.skipped = reason_to_skip(tokens, report.loss, report.grad_norm)
-        if report.skipped is None:
-            before_update()
-        waited_until = time.perf_counter()
-        if report.skipped is None:
-            self.update(report)
-        else:
-            self.skipped[report.skipped] += 1
-        self.optimizer.zero_grad(set_to_none=True)
-        self.version += 1
-        report.version, report.tokens, report.samples = self.version, tokens, samples
-        return waited_until
-
-    def update(self, report: StepReport) -> None:
-        """Clips, sets the learning rate and steps the optimizer."""
-        scale_gradients(self.parameters, clip_factor(report.grad_norm, self.cfg.optim.clip_norm))
-        set_learning_rate(self.optimizer, report.lr)
-        self.optimizer.step()
+    def load_update_state(self, state: dict[str, Any]) -> None:
+        """Restores what :meth:`update_state` gave, in a run with another optimizer mode as well."""
+        self.partial_steps, self._clip_state = state.get("partial_steps", 0), state.get("clip", {})
+        if isinstance(self.optimizer, UnitOptimizer) and self.optimizer.clip is not None:
+            self.optimizer.clip.load(self._clip_state)
 
     def _measures_noise(self) -> bool:
         every = self.cfg.report.noise_floor_every
@@ -193,8 +176,8 @@ class Trainer:
             raise BatchError(f"tensor-parallel peers differ in (micro-batches, tokens, samples): {rows.tolist()}")
         return int(peers[:, 0, 1].sum()), int(peers[:, 0, 2].sum())
 
-    def _forward_backward(self, batch: PackedBatch, denominator: int, sums: StepSums) -> Tensor:
-        """Returns the log-probs (M,), without their graph."""
+    def _forward(self, batch: PackedBatch, denominator: int, sums: StepSums) -> tuple[Tensor, Tensor]:
+        """This micro-batch's share of the loss, and its log-probs (M,) without their graph."""
         algorithm = self.cfg.algorithm
         logp_M, entropy_M = self.policy(batch, self.cfg.sampling.temperature)
         numerator, metrics = grpo_loss(
@@ -207,16 +190,5 @@ class Trainer:
             algorithm.aggregation,  # type: ignore[arg-type]
         )
         loss = numerator / denominator
-        loss.backward()
         sums.add(batch, loss, logp_M, entropy_M, metrics)
-        return logp_M.detach()
-
-
-def reason_to_skip(tokens: int, loss: float, norm: float) -> str | None:
-    if tokens == 0:
-        return "no_tokens"
-    if not math.isfinite(loss):
-        return "loss_not_finite"
-    if not math.isfinite(norm):
-        return "gradient_not_finite"
-    return None
+        return loss, logp_M.detach()

@@ -50,6 +50,7 @@ def test_the_base_is_accepted(make):
     assert keys(make()) == []
 
 
+BF16 = {"trainer.master_dtype": "bfloat16", "model.compute_dtype": "bfloat16"}
 CONTRADICTIONS = [
     ({"mode": "zo"}, "mode"),
     ({"batch.group_size": 1}, "batch.group_size"),
@@ -64,6 +65,13 @@ CONTRADICTIONS = [
     ({"trainer.token_budget": 127, "generator.max_model_len": 128}, "trainer.token_budget"),
     ({"generator.max_model_len": 513, "trainer.token_budget": 600}, "generator.max_model_len"),
     ({"model.compute_dtype": "float64"}, "trainer.master_dtype"),
+    ({"trainer.master_dtype": "bfloat16"}, "trainer.master_dtype"),
+    (BF16 | {"optim.name": "sgd"}, "trainer.master_dtype"),
+    (BF16 | {"optim.in_backward": True, "optim.accumulation": "adama"}, "trainer.master_dtype"),
+    ({"optim.in_backward": True, "optim.clip": "global"}, "optim.clip"),
+    ({"optim.accumulation": "adama"}, "optim.accumulation"),
+    ({"optim.in_backward": True, "optim.accumulation": "momentum"}, "optim.accumulation"),
+    ({"optim.in_backward": True, "optim.accumulation": "adama", "optim.name": "muon"}, "optim.accumulation"),
     ({"transport.host": "0.0.0.0"}, "transport.host"),
     ({"transport.host": "10.0.0.1"}, "transport.host"),
     ({"transport.keys_dir": "/no/such/folder"}, "transport.keys_dir"),
@@ -90,6 +98,13 @@ ACCEPTED = [
     {"staleness.max_steps": 1, "batch.groups": 8, "staleness.window": 9},
     {"trainer.token_budget": 128, "generator.max_model_len": 128},
     {"model.compute_dtype": "float64", "trainer.master_dtype": "float64"},
+    BF16,
+    BF16 | {"optim.in_backward": True},
+    {"optim.in_backward": True, "optim.accumulation": "adama"},
+    {"optim.in_backward": True, "optim.accumulation": "momentum", "optim.name": "sgd"},
+    {"optim.in_backward": True, "optim.accumulation": "momentum", "optim.name": "muon"},
+    {"optim.clip": "delayed"},
+    {"optim.name": "muon"},
     {"transport.host": "localhost"},
     {"transport.host": "::1"},
     {"transport.host": "10.0.0.1", "transport.keys_dir": "/tmp"},

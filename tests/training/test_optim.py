@@ -43,7 +43,7 @@ def test_vectors_are_not_decayed():
 def test_clip_factor_and_norm():
     p = torch.nn.Parameter(torch.zeros(2, 2))
     p.grad = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
-    assert local_square_norm([p]).item() == pytest.approx(25.0)
+    assert local_square_norm([p.grad]).item() == pytest.approx(25.0)
     assert clip_factor(5.0, 1.0) == pytest.approx(0.2, rel=1e-6)
     assert clip_factor(0.5, 1.0) == 1.0
     assert clip_factor(5.0, 0.0) == 1.0

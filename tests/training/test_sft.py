@@ -33,8 +33,8 @@ def talks(count=11, seed=0):
     return found
 
 
-def build(path, rank=0, world=1, budget=1000, shard=True):
-    cfg = tiny_run(path, optim=OPTIM, trainer={"token_budget": budget, "shard": shard})
+def build(path, rank=0, world=1, budget=1000, shard=True, **optim):
+    cfg = tiny_run(path, optim=OPTIM | optim, trainer={"token_budget": budget, "shard": shard})
     return SftTrainer(cfg, load_policy(path, torch.float64), open_mesh(rank, world))
 
 
@@ -83,6 +83,17 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("budget", [1000, 20, 1])
 def test_steps_are_those_of_transformers_however_cut(folder, budget):
     close(learn(build(folder, budget=budget)), oracle(folder))
+
+
+@pytest.mark.parametrize("budget", [1000, 20])
+def test_the_optimizer_in_the_backward_pass_learns_the_same(folder, budget):
+    trainer = build(folder, budget=budget, in_backward=True)
+    close(learn(trainer), oracle(folder))
+    before = learn(trainer, 0)[1]
+    trainer.cfg.optim.max_loss = 1e-9
+    report = trainer.learn(talks())
+    assert report.skipped == "loss_over_limit" and np.array_equal(learn(trainer, 0)[1], before)
+    assert report.grad_norm > 0
 
 
 def ranks_job(rank, world, path):
