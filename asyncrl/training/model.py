@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from asyncrl.training.attention import ATTENTION, register
 from asyncrl.training.documents import TakeRows
 from asyncrl.training.errors import ModelError
-from asyncrl.training.head import selected_logprob_entropy
+from asyncrl.training.head import LogitRule
 from asyncrl.training.packing import PackedBatch
+from kernels.logprob import selected_logprob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-# Changes to the logits after the head that the chunked head does not reproduce, with their neutral value.
-LOGIT_CHANGES = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
 
 
 class Policy(nn.Module):
@@ -35,19 +34,30 @@ class Policy(nn.Module):
     def __init__(self, lm: PreTrainedModel, logprob_chunk: int = 4096) -> None:
         super().__init__()
         self.lm = lm
+        self.rule = LogitRule.of(lm.config)
         self.logprob_chunk = logprob_chunk
 
     def forward(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-prob of each target and entropy (no gradient) at ``temperature``: (M,), (M,)."""
-        decoder, head = self.lm.base_model, self.lm.get_output_embeddings()
-        hidden_1TE = decoder(
-            input_ids=batch.input_1T, position_ids=batch.position_1T, use_cache=False, documents=batch.documents
-        ).last_hidden_state
-        hidden_ME = TakeRows.apply(hidden_1TE[0], batch.predict_M)
-        logp_M, entropy_M = selected_logprob_entropy(
-            hidden_ME, head.weight, batch.target_M, temperature, self.logprob_chunk
+        logp_M, entropy_M, _ = selected_logprob(
+            *self._operands(batch),
+            self.rule.temperature(temperature),
+            bias_V=self._head.bias,
+            softcap=self.rule.softcap,
+            token_chunk=self.logprob_chunk,
         )
         return logp_M, entropy_M.detach()
+
+    @property
+    def _head(self) -> nn.Linear:
+        return self.lm.get_output_embeddings()
+
+    def _operands(self, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states (M, E) that predict the targets, the head's weight (V, E) and the targets (M,)."""
+        hidden_1TE = self.lm.base_model(
+            input_ids=batch.input_1T, position_ids=batch.position_1T, use_cache=False, documents=batch.documents
+        ).last_hidden_state
+        return TakeRows.apply(hidden_1TE[0], batch.predict_M), self._head.weight, batch.target_M
 
 
 def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, logprob_chunk: int = 4096) -> Policy:
@@ -67,9 +77,7 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, logprob_ch
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError) as e:
         raise ModelError(f"{folder}/config.json: unknown architecture or invalid config: {e}") from e
-    for name, neutral in LOGIT_CHANGES.items():
-        if getattr(config, name, neutral) not in (None, neutral):
-            raise ModelError(f"{folder}: {config.model_type} sets {name}, which the log-prob head does not apply")
+    LogitRule.of(config)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -107,8 +115,8 @@ def prepare(lm: PreTrainedModel, dtype: torch.dtype, logprob_chunk: int = 4096) 
     """Turns a transformers causal LM in memory into a policy: document attention, no dropout, one master dtype."""
     register()
     head = lm.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None:
-        raise ModelError(f"{type(lm).__name__} has no plain linear head (a head with a bias is not supported)")
+    if not isinstance(head, nn.Linear):
+        raise ModelError(f"{type(lm).__name__} has no plain linear head, but {type(head).__name__}")
     lm.set_attn_implementation(ATTENTION)
     lm.eval()  # dropout would make the trainer's log-probs differ from the engine's
     wrong = {n: p.dtype for n, p in lm.named_parameters() if p.is_floating_point() and p.dtype != dtype}

@@ -1,0 +1,1 @@
+"""Kernels and their plain-torch references. Nothing here imports asyncrl."""

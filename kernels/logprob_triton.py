@@ -1,0 +1,275 @@
+"""The log-prob head in Triton: logits live in fp32 registers, only their statistics or their gradients are stored.
+
+One persistent kernel shape serves both directions: a product of hidden and weight tiles by TMA (plain loads where the
+layout does not allow it), with the softmax in its epilogue. Forward stores (m, s, q) of each tile of vocabulary.
+Backward recomputes a chunk of the vocabulary, stores its gradient in hidden's dtype, and leaves the products for
+hidden's and the weight's gradient to the vendor's library. Formulas: :mod:`kernels.logprob_torch`, whose functions
+these ones replace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.logprob_torch import Gradients, Head, Statistics, Upstream
+from kernels.matmul import accumulate, chunks, matmul, sum_dtype
+
+TOKENS = 8192  # of the calls for which vocab_chunk is meant: with more tokens chunks are narrower, down to ...
+NARROWEST = 2048  # ... this many rows, below which hidden's fp32 gradient is read and written too often
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of hidden x rows of weight x columns of both; ``group`` tiles of hidden share a tile of weight in cache."""
+
+    m: int
+    n: int
+    k: int
+    group: int = 8
+    warps: int = 8
+    stages: int = 3
+
+    def constants(self) -> dict[str, int]:
+        sizes = {"BM": self.m, "BN": self.n, "BK": self.k, "GROUP": self.group}
+        return sizes | {"num_warps": self.warps, "num_stages": self.stages}
+
+
+FORWARD = Tile(256, 128, 64)
+BACKWARD = Tile(128, 256, 64)
+ON_CPU = Tile(16, 16, 16, group=2)  # the interpreter's: its cost is the number of tiles' elements
+
+
+@triton.jit
+def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Number of a tile -> its row and column, GROUP rows at a time."""
+    width = GROUP * tiles_n
+    first = (tile // width) * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    return first + (tile % width) % height, (tile % width) // height
+
+
+@triton.jit
+def _product(
+    h, w, pm, pn, M, N, K, stride_h, stride_w, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr
+):
+    """(BM, BN) fp32 of hidden @ weight.T; ``h`` and ``w`` are tensor descriptors with TMA, else pointers."""
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    if TMA:
+        for k in range(0, tl.cdiv(K, BK)):
+            x = h.load([pm * BM, k * BK])
+            y = w.load([pn * BN, k * BK])
+            total = tl.dot(x, y.T, total, input_precision="ieee")
+    else:
+        rm = (pm * BM + tl.arange(0, BM)).to(tl.int64)
+        rn = (pn * BN + tl.arange(0, BN)).to(tl.int64)
+        for k in range(0, tl.cdiv(K, BK)):
+            rk = k * BK + tl.arange(0, BK)
+            x = tl.load(h + rm[:, None] * stride_h + rk[None, :], (rm[:, None] < M) & (rk[None, :] < K), 0.0)
+            y = tl.load(w + rn[:, None] * stride_w + rk[None, :], (rn[:, None] < N) & (rk[None, :] < K), 0.0)
+            total = tl.dot(x, tl.trans(y), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def tanh(x):
+    e = tl.exp(-2.0 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def _statistics_kernel(
+    h, w, bias, target, inverse, m_out, s_out, q_out, picked, M, N, K, stride_h, stride_w, v0, cap,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_T: tl.constexpr, TMA: tl.constexpr, PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Per tile of vocabulary and token: m, s, q into (tiles, M), and z of the target into (M,)."""
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+        pm, pn = _place(tile, tiles_m, tiles_n, GROUP)
+        z = _product(h, w, pm, pn, M, N, K, stride_h, stride_w, BM, BN, BK, TMA)
+        rm = pm * BM + tl.arange(0, BM)
+        rn = pn * BN + tl.arange(0, BN)
+        in_m = rm < M
+        in_n = rn < N
+        if HAS_BIAS:
+            z += tl.load(bias + rn, in_n, 0.0).to(tl.float32)[None, :]
+        if HAS_CAP:
+            z = cap * tanh(z / cap)
+        if HAS_T:
+            z *= tl.load(inverse + rm, in_m, 1.0)[:, None]
+        top = tl.max(tl.where(in_n[None, :], z, float("-inf")), 1)
+        below = z - top[:, None]
+        e = tl.where(in_n[None, :], tl.exp(below), 0.0)
+        out = pn.to(tl.int64) * M + rm
+        tl.store(m_out + out, top, in_m)
+        tl.store(s_out + out, tl.sum(e, 1), in_m)
+        tl.store(q_out + out, tl.sum(e * tl.where(in_n[None, :], below, 0.0), 1), in_m)
+        at = tl.load(target + rm, in_m, -1) - v0
+        here = (at >= pn * BN) & (at < tl.minimum(pn * BN + BN, N))
+        tl.store(picked + rm, tl.sum(tl.where(rn[None, :] == at[:, None], z, 0.0), 1), in_m & here)
+
+
+@triton.jit
+def _d_logits_kernel(
+    h, w, bias, target, inverse, lse, entropy, g1, factor, g2, out, M, N, K, stride_h, stride_w, stride_out, v0, cap,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_T: tl.constexpr, HAS_ENTROPY: tl.constexpr, TMA: tl.constexpr,
+    PROGRAMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the products of N vocabulary rows from v0 on, into ``out`` (M, N)."""
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+        pm, pn = _place(tile, tiles_m, tiles_n, GROUP)
+        z = _product(h, w, pm, pn, M, N, K, stride_h, stride_w, BM, BN, BK, TMA)
+        rm = pm * BM + tl.arange(0, BM)
+        rn = pn * BN + tl.arange(0, BN)
+        in_m = rm < M
+        in_n = rn < N
+        slope = 1.0
+        if HAS_BIAS:
+            z += tl.load(bias + rn, in_n, 0.0).to(tl.float32)[None, :]
+        if HAS_CAP:
+            t = tanh(z / cap)
+            slope = 1.0 - t * t
+            z = cap * t
+        if HAS_T:
+            z *= tl.load(inverse + rm, in_m, 1.0)[:, None]
+        log_p = z - tl.load(lse + rm, in_m, 0.0)[:, None]
+        weight = tl.load(factor + rm, in_m, 0.0)[:, None]
+        if HAS_ENTROPY:
+            weight += tl.load(g2 + rm, in_m, 0.0)[:, None] * (log_p + tl.load(entropy + rm, in_m, 0.0)[:, None])
+        du = -tl.exp(log_p) * weight
+        at = tl.load(target + rm, in_m, -1) - v0
+        du += tl.where(rn[None, :] == at[:, None], tl.load(g1 + rm, in_m, 0.0)[:, None], 0.0)
+        if HAS_CAP:
+            du *= slope
+        place = out + rm.to(tl.int64)[:, None] * stride_out + rn[None, :]
+        tl.store(place, du.to(out.dtype.element_ty), in_m[:, None] & in_n[None, :])
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Arguments that both kernels take of a head and a slice of its vocabulary."""
+
+    head: Head
+    cols: slice
+    tile: Tile
+
+    def operands(self) -> tuple[Any, Any, bool]:
+        """Hidden and weight as the kernel takes them, and whether those are TMA descriptors."""
+        h, w, tile = self.head.hidden_ND, self.head.weight_VD[self.cols], self.tile
+        tma = all(_suits_tma(x) for x in (h, w))
+        if not tma:
+            return h, w, False
+        describe = [(h, [tile.m, tile.k]), (w, [tile.n, tile.k])]
+        a, b = (TensorDescriptor(x, list(x.shape), list(x.stride()), block) for x, block in describe)
+        return a, b, True
+
+    def run(self, kernel: Any, outputs: tuple[Tensor, ...], rows: tuple[Tensor, ...], more: dict[str, Any]) -> None:
+        """One launch: as many programs as the device runs at once, each walking over tiles."""
+        head, (m, k), n = self.head, self.head.hidden_ND.shape, self.cols.stop - self.cols.start
+        h, w, tma = self.operands()
+        tiles = triton.cdiv(m, self.tile.m) * triton.cdiv(n, self.tile.n)
+        programs = min(tiles, _processors(head.hidden_ND.device))
+        bias = None if head.bias_V is None else head.bias_V[self.cols]
+        inverse = inverse_temperature(head)
+        kernel[(programs,)](
+            h, w, bias, head.target_N, inverse, *rows, *outputs, m, n, k,
+            head.hidden_ND.stride(0), head.weight_VD.stride(0), **more, v0=head.shard.start + self.cols.start,
+            cap=1.0 if head.softcap is None else float(head.softcap), HAS_BIAS=bias is not None,
+            HAS_CAP=head.softcap is not None, HAS_T=inverse is not None, TMA=tma, PROGRAMS=programs,
+            **self.tile.constants(),
+        )  # fmt: skip
+
+
+def statistics(head: Head) -> Statistics:
+    """:func:`kernels.logprob_torch.statistics`; 12 bytes for each token and tile of vocabulary while it runs."""
+    head = _rowwise(head)
+    (n, _), v = head.hidden_ND.shape, len(head.weight_VD)
+    device = head.hidden_ND.device
+    picked = torch.zeros(n, device=device)
+    if n == 0 or v == 0:
+        return Statistics(torch.full_like(picked, -torch.inf), picked.clone(), picked.clone(), picked)
+    tile = FORWARD if device.type == "cuda" else ON_CPU
+    m, s, q = (torch.empty(triton.cdiv(v, tile.n), n, device=device) for _ in range(3))
+    _Launch(head, slice(0, v), tile).run(_statistics_kernel, (m, s, q, picked), (), {})
+    top = m.amax(0)
+    shift = m.sub_(top)
+    q.addcmul_(s, shift)
+    scale = shift.exp_()
+    return Statistics(top, s.mul_(scale).sum(0), q.mul_(scale).sum(0), picked)
+
+
+def gradients(
+    head: Head, lse: Tensor, entropy: Tensor, upstream: Upstream, needs: tuple[bool, bool, bool]
+) -> Gradients:
+    """:func:`kernels.logprob_torch.gradients`; holds hidden's in fp32 and one chunk's logits' in hidden's dtype."""
+    head = _rowwise(head)
+    hidden, weight, out = head.hidden_ND, head.weight_VD, Gradients()
+    n, dtype = len(hidden), sum_dtype(hidden)
+    if needs[0]:
+        out.hidden = torch.zeros_like(hidden, dtype=dtype)
+    if needs[1]:
+        out.weight = torch.empty_like(weight) if n else torch.zeros_like(weight)
+    if needs[2] and head.bias_V is not None:
+        out.bias = torch.zeros_like(head.bias_V)
+    if n == 0 or len(weight) == 0:
+        return out
+    g1, factor, g2 = upstream.coefficients(head)
+    tile = BACKWARD if hidden.is_cuda else ON_CPU
+    width = min(len(weight), vocab_width(n, head.vocab_chunk))
+    buffer = torch.empty(n * width, dtype=hidden.dtype, device=hidden.device)
+    rows = tuple(x if x is None else x.contiguous() for x in (lse, entropy, g1, factor, g2))
+    for cols in chunks(len(weight), width):
+        du = buffer[: n * (cols.stop - cols.start)].view(n, -1)
+        more = {"stride_out": du.stride(0), "HAS_ENTROPY": g2 is not None}
+        _Launch(head, cols, tile).run(_d_logits_kernel, (du,), rows, more)  # type: ignore[arg-type]
+        if out.weight is not None:
+            matmul(du.t(), hidden, out=out.weight[cols])
+        if out.hidden is not None:
+            accumulate(out.hidden, du, weight[cols])
+        if out.bias is not None:
+            out.bias[cols] = du.sum(0, dtype=dtype)
+    return out
+
+
+def vocab_width(tokens: int, vocab_chunk: int) -> int:
+    """Vocabulary rows of one chunk of backward: ``vocab_chunk`` for 8192 tokens or fewer, then fewer down to a limit."""
+    if tokens <= TOKENS:
+        return vocab_chunk
+    return min(vocab_chunk, max(NARROWEST, vocab_chunk * TOKENS // tokens // 256 * 256))
+
+
+def _rowwise(head: Head) -> Head:
+    """The head with rows of hidden and weight that lie without gaps between their elements."""
+    h, w = (x if x.stride(-1) == 1 else x.contiguous() for x in (head.hidden_ND, head.weight_VD))
+    return replace(head, hidden_ND=h, weight_VD=w, target_N=head.target_N.contiguous())
+
+
+def inverse_temperature(head: Head) -> Tensor | None:
+    """1 / temperature of each token in fp32; None if it is one."""
+    if isinstance(head.temperature, Tensor):
+        return head.temperature.float().reciprocal().contiguous()
+    if head.temperature == 1.0:
+        return None
+    return torch.full((len(head.hidden_ND),), 1.0 / head.temperature, device=head.hidden_ND.device)
+
+
+def _suits_tma(x: Tensor) -> bool:
+    """Hopper or newer, a 16-byte aligned start and rows of a multiple of 16 bytes; the interpreter is not picky."""
+    if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] < 9:
+        return False
+    return x.data_ptr() % 16 == 0 and (x.stride(0) * x.element_size()) % 16 == 0
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
