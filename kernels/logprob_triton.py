@@ -243,7 +243,7 @@ def gradients(
 
 
 def vocab_width(tokens: int, vocab_chunk: int) -> int:
-    """Vocabulary rows of one chunk of backward: ``vocab_chunk`` for 8192 tokens or fewer, then fewer down to a limit."""
+    """Vocabulary rows of one chunk of backward: ``vocab_chunk`` for 8192 tokens or fewer, then fewer to a limit."""
     if tokens <= TOKENS:
         return vocab_chunk
     return min(vocab_chunk, max(NARROWEST, vocab_chunk * TOKENS // tokens // 256 * 256))

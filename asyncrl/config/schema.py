@@ -78,6 +78,9 @@ class AlgorithmConfig:
     clip_low: Share = 0.2
     clip_high: NonNegative = 0.28
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    # policy: gradients are made in forward, while a chunk's logits are there. Saves one of the head's four products;
+    # costs trainer.loss_chunk_bytes, and the head's gradient lives from forward on. logprob: all four, no such buffer.
+    loss_head: Literal["policy", "logprob"] = "policy"
     filter_equal_rewards: bool = True  # a group without reward variance has no gradient: filter and refill
     max_filtered_groups: Positive = 2000  # stop, with the diagnosis, after so many filtered in a row
 
@@ -149,6 +152,9 @@ class TrainerConfig:
     shard: bool = True  # FSDP2 over all ranks
     activation_checkpointing: bool = False
     logprob_chunk: Positive = 4096  # tokens a chunk of the head; logits of one chunk live at a time
+    loss_chunk_bytes: Positive = (
+        832 * 2**20
+    )  # most bytes of logits in the policy-loss head; fewer: more, smaller products
     master_dtype: Literal["float32", "float64"] = "float32"  # bfloat16 would lose updates at learning rate 1e-6
 
 

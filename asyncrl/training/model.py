@@ -6,8 +6,9 @@ embedding, final norm and head is gathered when the head needs its weight, tied 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from safetensors import safe_open
@@ -19,6 +20,7 @@ from asyncrl.training.errors import ModelError
 from asyncrl.training.head import LogitRule
 from asyncrl.training.packing import PackedBatch
 from kernels.logprob import selected_logprob
+from kernels.policy_loss import CHUNK_BYTES, TokenLoss, policy_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,6 +28,15 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss of each token's own log-prob and entropy, for the policy-loss head (:mod:`kernels.policy_loss`)."""
+
+    token_loss: TokenLoss
+    extras: tuple[Tensor, ...]  # (M, ...) each
+    chunk_bytes: int = CHUNK_BYTES
 
 
 class Policy(nn.Module):
@@ -37,16 +48,26 @@ class Policy(nn.Module):
         self.rule = LogitRule.of(lm.config)
         self.logprob_chunk = logprob_chunk
 
-    def forward(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-prob of each target and entropy (no gradient) at ``temperature``: (M,), (M,)."""
-        logp_M, entropy_M, _ = selected_logprob(
-            *self._operands(batch),
-            self.rule.temperature(temperature),
-            bias_V=self._head.bias,
-            softcap=self.rule.softcap,
-            token_chunk=self.logprob_chunk,
-        )
-        return logp_M, entropy_M.detach()
+    @overload
+    def forward(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def forward(
+        self, batch: PackedBatch, temperature: float, objective: Objective
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def forward(self, batch: PackedBatch, temperature: float, objective: Objective | None = None) -> tuple[Tensor, ...]:
+        """Log-prob of each target and entropy (no gradient) at ``temperature``: (M,), (M,).
+
+        With an ``objective`` its loss, a scalar, comes first and is all that has a gradient.
+        """
+        operands, temperature = self._operands(batch), self.rule.temperature(temperature)
+        rule: dict[str, Any] = {"bias_V": self._head.bias, "softcap": self.rule.softcap}
+        if objective is None:
+            logp_M, entropy_M, _ = selected_logprob(*operands, temperature, token_chunk=self.logprob_chunk, **rule)
+            return logp_M, entropy_M.detach()
+        known = objective.token_loss, objective.extras
+        return policy_loss(*operands, *known, temperature, chunk_bytes=objective.chunk_bytes, **rule)
 
     @property
     def _head(self) -> nn.Linear:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.loss import grpo_loss
 from asyncrl.config.schema import Config
 from asyncrl.rollouts.types import TrainSample
 from asyncrl.training import checkpoint
@@ -32,6 +31,7 @@ from asyncrl.training.mesh import Mesh
 from asyncrl.training.metrics import StepReport, StepSums
 from asyncrl.training.model import DTYPES, Policy
 from asyncrl.training.noise import noise_floor, score_in_halves
+from asyncrl.training.objective import batch_loss
 from asyncrl.training.optim import (
     build_optimizer,
     clip_factor,
@@ -169,18 +169,7 @@ class Trainer:
 
     def _forward_backward(self, batch: PackedBatch, denominator: int, sums: StepSums) -> Tensor:
         """Returns the log-probs (M,), without their graph."""
-        algorithm = self.cfg.algorithm
-        logp_M, entropy_M = self.policy(batch, self.cfg.sampling.temperature)
-        numerator, metrics = grpo_loss(
-            logp_M,
-            batch.behaviour_M,
-            batch.advantage_M,
-            batch.mask,
-            algorithm.clip_low,
-            algorithm.clip_high,
-            algorithm.aggregation,  # type: ignore[arg-type]
-        )
-        loss = numerator / denominator
+        loss, logp_M, entropy_M, metrics = batch_loss(self.policy, batch, self.cfg, denominator)
         loss.backward()
         sums.add(batch, loss, logp_M, entropy_M, metrics)
         return logp_M.detach()
