@@ -146,19 +146,17 @@ def row_statistics(head: Head, u: Tensor) -> Statistics:
 
 def row_gradients(head: Head, u: Tensor, lse: Tensor, entropy: Tensor, upstream: Upstream) -> Tensor:
     """:func:`kernels.policy_loss_torch.row_gradients`; the result lies in the memory of ``u``, in hidden's dtype."""
-    rows, n = u.shape
-    dtype = head.hidden_ND.dtype
-    ratio = u.element_size() // dtype.itemsize
+    (rows, n), dtype = u.shape, head.hidden_ND.dtype
+    if not rows or not n:
+        return u.to(dtype)
     whole = torch.as_strided(u, (rows, u.stride(0)), (u.stride(0), 1))
     out = whole.view(dtype)[:, :n]
-    if rows and n:
-        g1, factor, g2 = upstream.coefficients(head)
-        vectors = {"lse": lse, "entropy": entropy, "g1": g1, "factor": factor, "g2": g2}
-        given = {name: x if x is None else x.float().contiguous() for name, x in vectors.items()}
-        _row_gradients_kernel[(rows,)](
-            u, u.stride(0), out=out, stride_out=u.stride(0) * ratio, HAS_ENTROPY=g2 is not None,
-            **given, **_common(head, n),
-        )  # fmt: skip
+    g1, factor, g2 = upstream.coefficients(head)
+    vectors = {"lse": lse, "entropy": entropy, "g1": g1, "factor": factor, "g2": g2}
+    given = {name: x if x is None else x.float().contiguous() for name, x in vectors.items()}
+    _row_gradients_kernel[(rows,)](
+        u, u.stride(0), out=out, stride_out=out.stride(0), HAS_ENTROPY=g2 is not None, **given, **_common(head, n)
+    )  # fmt: skip
     return out
 
 
