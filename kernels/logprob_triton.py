@@ -85,6 +85,47 @@ def tanh(x):
 
 
 @triton.jit
+def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
+    """Left and right half of the columns of a tile. Epilogues work on parts of a tile so that they fit in registers."""
+    return x.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def _part_statistics(
+    z, pm, c0, bias, target, inverse, M, N, v0, cap,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_T: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """m, s, q and z of the target (0 if it is elsewhere) of products (BM, BN) of columns from c0 on."""
+    rm = pm * BM + tl.arange(0, BM)
+    rn = c0 + tl.arange(0, BN)
+    in_m = rm < M
+    in_n = (rn < N)[None, :]
+    if HAS_BIAS:
+        z += tl.load(bias + rn, rn < N, 0.0).to(tl.float32)[None, :]
+    if HAS_CAP:
+        z = cap * tanh(z / cap)
+    if HAS_T:
+        z *= tl.load(inverse + rm, in_m, 1.0)[:, None]
+    at = tl.load(target + rm, in_m, -1) - v0
+    z_y = tl.sum(tl.where((rn[None, :] == at[:, None]) & in_n, z, 0.0), 1)
+    m = tl.max(tl.where(in_n, z, float("-inf")), 1)
+    below = tl.where(in_n, z - m[:, None], 0.0)
+    e = tl.where(in_n, tl.exp(below), 0.0)
+    return m, tl.sum(e, 1), tl.sum(e * below, 1), z_y
+
+
+@triton.jit
+def _merge(m, s, q, z_y, m2, s2, q2, z_y2):
+    """Statistics of two parts, of which the second may lie beyond the vocabulary (m2 = -inf, s2 = 0)."""
+    top = tl.maximum(m, m2)
+    shift = m - top
+    shift2 = tl.where(s2 > 0, m2 - top, 0.0)
+    e = tl.exp(shift)
+    e2 = tl.exp(shift2)
+    return top, e * s + e2 * s2, e * (q + s * shift) + e2 * (q2 + s2 * shift2), z_y + z_y2
+
+
+@triton.jit
 def _statistics_kernel(
     h, w, bias, target, inverse, m_out, s_out, q_out, picked, M, N, K, stride_h, stride_w, v0, cap,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_T: tl.constexpr, TMA: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -96,26 +137,56 @@ def _statistics_kernel(
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
         pm, pn = _place(tile, tiles_m, tiles_n, GROUP)
         z = _product(h, w, pm, pn, M, N, K, stride_h, stride_w, BM, BN, BK, TMA)
+        c0 = pn * BN
+        left, right = _halves(z, BM, BN)
+        m, s, q, z_y = _part_statistics(
+            left, pm, c0, bias, target, inverse, M, N, v0, cap, HAS_BIAS, HAS_CAP, HAS_T, BM, BN // 2
+        )
+        m2, s2, q2, z_y2 = _part_statistics(
+            right, pm, c0 + BN // 2, bias, target, inverse, M, N, v0, cap, HAS_BIAS, HAS_CAP, HAS_T, BM, BN // 2
+        )
+        m, s, q, z_y = _merge(m, s, q, z_y, m2, s2, q2, z_y2)
         rm = pm * BM + tl.arange(0, BM)
-        rn = pn * BN + tl.arange(0, BN)
         in_m = rm < M
-        in_n = rn < N
-        if HAS_BIAS:
-            z += tl.load(bias + rn, in_n, 0.0).to(tl.float32)[None, :]
-        if HAS_CAP:
-            z = cap * tanh(z / cap)
-        if HAS_T:
-            z *= tl.load(inverse + rm, in_m, 1.0)[:, None]
-        top = tl.max(tl.where(in_n[None, :], z, float("-inf")), 1)
-        below = z - top[:, None]
-        e = tl.where(in_n[None, :], tl.exp(below), 0.0)
         out = pn.to(tl.int64) * M + rm
-        tl.store(m_out + out, top, in_m)
-        tl.store(s_out + out, tl.sum(e, 1), in_m)
-        tl.store(q_out + out, tl.sum(e * tl.where(in_n[None, :], below, 0.0), 1), in_m)
+        tl.store(m_out + out, m, in_m)
+        tl.store(s_out + out, s, in_m)
+        tl.store(q_out + out, q, in_m)
         at = tl.load(target + rm, in_m, -1) - v0
-        here = (at >= pn * BN) & (at < tl.minimum(pn * BN + BN, N))
-        tl.store(picked + rm, tl.sum(tl.where(rn[None, :] == at[:, None], z, 0.0), 1), in_m & here)
+        tl.store(picked + rm, z_y, in_m & (at >= c0) & (at < tl.minimum(c0 + BN, N)))
+
+
+@triton.jit
+def _store_gradient(
+    z, pm, c0, bias, target, inverse, lse, entropy, g1, factor, g2, out, M, N, stride_out, v0, cap,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_T: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Products (BM, BN) of columns from c0 on -> their gradients, stored."""
+    rm = pm * BM + tl.arange(0, BM)
+    rn = c0 + tl.arange(0, BN)
+    in_m = rm < M
+    in_n = rn < N
+    slope = 1.0
+    if HAS_BIAS:
+        z += tl.load(bias + rn, in_n, 0.0).to(tl.float32)[None, :]
+    if HAS_CAP:
+        t = tanh(z / cap)
+        slope = 1.0 - t * t
+        z = cap * t
+    if HAS_T:
+        z *= tl.load(inverse + rm, in_m, 1.0)[:, None]
+    log_p = z - tl.load(lse + rm, in_m, 0.0)[:, None]
+    weight = tl.load(factor + rm, in_m, 0.0)[:, None]
+    if HAS_ENTROPY:
+        weight += tl.load(g2 + rm, in_m, 0.0)[:, None] * (log_p + tl.load(entropy + rm, in_m, 0.0)[:, None])
+    du = -tl.exp(log_p) * weight
+    at = tl.load(target + rm, in_m, -1) - v0
+    du += tl.where(rn[None, :] == at[:, None], tl.load(g1 + rm, in_m, 0.0)[:, None], 0.0)
+    if HAS_CAP:
+        du *= slope
+    place = out + rm.to(tl.int64)[:, None] * stride_out + rn[None, :]
+    tl.store(place, du.to(out.dtype.element_ty), in_m[:, None] & in_n[None, :])
 
 
 @triton.jit
@@ -127,33 +198,30 @@ def _d_logits_kernel(
     """The gradient of the products of N vocabulary rows from v0 on, into ``out`` (M, N)."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
+    QUARTER: tl.constexpr = BN // 4
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
         pm, pn = _place(tile, tiles_m, tiles_n, GROUP)
         z = _product(h, w, pm, pn, M, N, K, stride_h, stride_w, BM, BN, BK, TMA)
-        rm = pm * BM + tl.arange(0, BM)
-        rn = pn * BN + tl.arange(0, BN)
-        in_m = rm < M
-        in_n = rn < N
-        slope = 1.0
-        if HAS_BIAS:
-            z += tl.load(bias + rn, in_n, 0.0).to(tl.float32)[None, :]
-        if HAS_CAP:
-            t = tanh(z / cap)
-            slope = 1.0 - t * t
-            z = cap * t
-        if HAS_T:
-            z *= tl.load(inverse + rm, in_m, 1.0)[:, None]
-        log_p = z - tl.load(lse + rm, in_m, 0.0)[:, None]
-        weight = tl.load(factor + rm, in_m, 0.0)[:, None]
-        if HAS_ENTROPY:
-            weight += tl.load(g2 + rm, in_m, 0.0)[:, None] * (log_p + tl.load(entropy + rm, in_m, 0.0)[:, None])
-        du = -tl.exp(log_p) * weight
-        at = tl.load(target + rm, in_m, -1) - v0
-        du += tl.where(rn[None, :] == at[:, None], tl.load(g1 + rm, in_m, 0.0)[:, None], 0.0)
-        if HAS_CAP:
-            du *= slope
-        place = out + rm.to(tl.int64)[:, None] * stride_out + rn[None, :]
-        tl.store(place, du.to(out.dtype.element_ty), in_m[:, None] & in_n[None, :])
+        c0 = pn * BN
+        left, right = _halves(z, BM, BN)
+        a, b = _halves(left, BM, BN // 2)
+        c, d = _halves(right, BM, BN // 2)
+        _store_gradient(
+            a, pm, c0, bias, target, inverse, lse, entropy, g1, factor, g2, out, M, N, stride_out, v0, cap,
+            HAS_BIAS, HAS_CAP, HAS_T, HAS_ENTROPY, BM, QUARTER,
+        )  # fmt: skip
+        _store_gradient(
+            b, pm, c0 + QUARTER, bias, target, inverse, lse, entropy, g1, factor, g2, out, M, N, stride_out, v0, cap,
+            HAS_BIAS, HAS_CAP, HAS_T, HAS_ENTROPY, BM, QUARTER,
+        )  # fmt: skip
+        _store_gradient(
+            c, pm, c0 + 2 * QUARTER, bias, target, inverse, lse, entropy, g1, factor, g2, out, M, N, stride_out, v0,
+            cap, HAS_BIAS, HAS_CAP, HAS_T, HAS_ENTROPY, BM, QUARTER,
+        )  # fmt: skip
+        _store_gradient(
+            d, pm, c0 + 3 * QUARTER, bias, target, inverse, lse, entropy, g1, factor, g2, out, M, N, stride_out, v0,
+            cap, HAS_BIAS, HAS_CAP, HAS_T, HAS_ENTROPY, BM, QUARTER,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,17 @@ def test_outputs_and_gradients_equal_dense(backend, case, token_chunk, vocab_chu
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("d", [8, 7], ids=["rows of 16 bytes", "other rows"])
+def test_many_tiles_that_do_not_fit(backend, d):
+    """Tokens, vocabulary and hidden size that no tile divides, with and without the alignment that TMA needs."""
+    p = problem(n=37, v=70, d=d + 16, dtype=dtype(backend), scale=0.3, **CASES["all"])
+    got = results(p, run(p, backend, vocab_chunk=33))
+    exact = p.double()
+    for a, b in zip(got, results(exact, dense(exact)), strict=True):
+        assert relative(a, b) < limit(backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("which", ["logp", "entropy", "lse", "logp entropy", "entropy lse"])
 def test_any_of_the_outputs_may_have_a_gradient(backend, which):
     p = problem(dtype=dtype(backend), per_token=True)
