@@ -79,21 +79,27 @@ def selected_logprob(
 
 
 def implementation(backend: Backend, hidden: Tensor) -> ModuleType:
-    """The module that computes: ``auto`` is Triton for 16-bit operands on a GPU, where its fp32 sums cost nothing.
+    """The module that computes. ``auto`` is Triton for 16-bit operands on a GPU that its tiles are made for.
 
     Raises :class:`ValueError` for an unknown name, or Triton where it is not installed.
     """
+    if wants_triton(backend, hidden):
+        from kernels import logprob_triton
+
+        if backend == "triton" or logprob_triton.serves(hidden.device):
+            return logprob_triton
+    return logprob_torch
+
+
+def wants_triton(backend: Backend, hidden: Tensor) -> bool:
+    """Whether Triton is asked for, or in question; raises :class:`ValueError` as :func:`implementation` does."""
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"unknown backend {backend!r}; choose auto, torch or triton")
     installed = find_spec("triton") is not None
     if backend == "triton" and not installed:
         raise ValueError("backend='triton', and triton is not installed; choose auto or torch")
     half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
-    if backend == "triton" or (backend == "auto" and half and installed):
-        from kernels import logprob_triton
-
-        return logprob_triton
-    return logprob_torch
+    return backend == "triton" or (backend == "auto" and half and installed)
 
 
 def check(

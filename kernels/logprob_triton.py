@@ -46,6 +46,17 @@ BACKWARD = Tile(128, 256, 64)
 ON_CPU = Tile(16, 16, 16, group=2)  # the interpreter's: its cost is the number of tiles' elements
 
 
+SHARED_BYTES = 190_000  # of shared memory that these tiles want; consumer GPUs have about half
+
+
+def serves(device: torch.device) -> bool:
+    """Whether the tiles above are right for a GPU: Hopper or newer, of the kind for data centres."""
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        return False
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return triton.runtime.driver.active.utils.get_device_properties(number)["max_shared_mem"] >= SHARED_BYTES
+
+
 @triton.jit
 def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
     """Number of a tile -> its row and column, GROUP rows at a time."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels import policy_loss_torch
-from kernels.logprob import Backend, check, implementation, selected_logprob
+from kernels.logprob import Backend, check, selected_logprob, wants_triton
 from kernels.logprob_torch import Gradients, Head, Upstream
 from kernels.matmul import accumulate, chunks, matmul, sum_dtype, widen
 from kernels.vocab_parallel import Mesh, localise, replicated
@@ -112,8 +112,8 @@ def tokens_of_chunk(tokens: int, vocabulary: int, chunk_bytes: int, itemsize: in
 
 
 def policy_implementation(backend: Backend, hidden: Tensor) -> ModuleType:
-    """The module with ``row_statistics`` and ``row_gradients``, chosen as for the log-prob head."""
-    if implementation(backend, hidden).__name__.endswith("triton"):
+    """The module with ``row_statistics`` and ``row_gradients``; ``auto`` is Triton for 16-bit operands on any GPU."""
+    if wants_triton(backend, hidden):
         from kernels import policy_loss_triton
 
         return policy_loss_triton
