@@ -46,6 +46,7 @@ BACKWARD = Tile(128, 256, 64)
 ON_CPU = Tile(16, 16, 16, group=2)  # the interpreter's: its cost is the number of tiles' elements
 
 
+LOWEST = tl.constexpr(-1e30)  # of a maximum over nothing: finite, so that its distance to others times zero is zero
 SHARED_BYTES = 190_000  # of shared memory that these tiles want; consumer GPUs have about half
 
 
@@ -168,6 +169,35 @@ def _statistics_kernel(
 
 
 @triton.jit
+def _combine_kernel(m_in, s_in, q_in, m_out, s_out, q_out, M, TILES, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Statistics of all tiles (TILES, M) -> those of each token (M,), in one pass."""
+    rm = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_m = rm < M
+    m = tl.full((BLOCK_T, BLOCK_M), LOWEST, tl.float32)
+    s = tl.zeros((BLOCK_T, BLOCK_M), tl.float32)
+    q = tl.zeros((BLOCK_T, BLOCK_M), tl.float32)
+    for t in range(0, TILES, BLOCK_T):
+        rt = t + tl.arange(0, BLOCK_T)
+        there = (rt < TILES)[:, None] & in_m[None, :]
+        at = rt.to(tl.int64)[:, None] * M + rm[None, :]
+        m2 = tl.load(m_in + at, there, LOWEST)
+        s2 = tl.load(s_in + at, there, 0.0)
+        q2 = tl.load(q_in + at, there, 0.0)
+        top = tl.maximum(m, m2)
+        e = tl.exp(m - top)
+        e2 = tl.exp(m2 - top)
+        q = e * (q + s * (m - top)) + e2 * (q2 + s2 * (m2 - top))
+        s = e * s + e2 * s2
+        m = top
+    top = tl.max(m, 0)
+    shift = m - top[None, :]
+    e = tl.exp(shift)
+    tl.store(m_out + rm, top, in_m)
+    tl.store(s_out + rm, tl.sum(e * s, 0), in_m)
+    tl.store(q_out + rm, tl.sum(e * (q + s * shift), 0), in_m)
+
+
+@triton.jit
 def _store_gradient(
     z, pm, c0, bias, target, inverse, lse, entropy, g1, factor, g2, out, M, N, stride_out, v0, cap,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_T: tl.constexpr, HAS_ENTROPY: tl.constexpr,
@@ -281,11 +311,10 @@ def statistics(head: Head) -> Statistics:
     tile = FORWARD if device.type == "cuda" else ON_CPU
     m, s, q = (torch.empty(triton.cdiv(v, tile.n), n, device=device) for _ in range(3))
     _Launch(head, slice(0, v), tile).run(_statistics_kernel, (m, s, q, picked), (), {})
-    top = m.amax(0)
-    shift = m.sub_(top)
-    q.addcmul_(s, shift)
-    scale = shift.exp_()
-    return Statistics(top, s.mul_(scale).sum(0), q.mul_(scale).sum(0), picked)
+    top, sums, products = (torch.empty(n, device=device) for _ in range(3))
+    blocks = {"BLOCK_M": 32, "BLOCK_T": 32 if device.type == "cuda" else 2}
+    _combine_kernel[(triton.cdiv(n, 32),)](m, s, q, top, sums, products, n, len(m), **blocks)
+    return Statistics(top, sums, products, picked)
 
 
 def gradients(

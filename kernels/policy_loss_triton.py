@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.logprob_torch import Head, Statistics, Upstream
-from kernels.logprob_triton import inverse_temperature, tanh
+from kernels.logprob_triton import LOWEST, inverse_temperature, tanh
 
 ALIGNED = 64  # elements: rows of the buffer begin where products and loads are fast, whatever the vocabulary
 BLOCK, WARPS = 4096, 8
@@ -31,7 +31,7 @@ def _row_statistics_kernel(
     factor = 1.0
     if HAS_T:
         factor = tl.load(inverse + row)
-    m = tl.full((BLOCK,), -1e30, tl.float32)  # finite: the first logit's distance to it times zero must be zero
+    m = tl.full((BLOCK,), LOWEST, tl.float32)
     s = tl.zeros((BLOCK,), tl.float32)
     q = tl.zeros((BLOCK,), tl.float32)
     at = tl.load(target + row) - v0

@@ -2,6 +2,9 @@
 
 A rank holds rows ``start .. start + len(weight)`` of the (V, D) weight. Shards follow ``torch.chunk``, as DTensor's
 ``Shard(0)`` does: all of ``ceil(V / ranks)`` rows but the last ones, which may be shorter or empty.
+
+torch's ``loss_parallel`` is not used: inside it only ``F.cross_entropy`` has right gradients, those of log-probs and
+entropies are silently wrong (pytorch issue 190746), and it needs the logits of all tokens.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ def compiled(kernel, tile, flags):
     constants = {name: value for name, value in constants.items() if name in names}
     kinds = dict.fromkeys(names, "*fp32") | dict.fromkeys(("M", "N", "K", "v0"), "i32")
     kinds |= {
+        "stride": "i32",
         "stride_h": "i32",
         "stride_w": "i32",
         "stride_out": "i32",
@@ -77,3 +78,15 @@ def test_products_compile_for_hopper(direction, changes, tma, tmp_path):
     assert ("cp.async.bulk.tensor" in ptx) == tma
     if tma and (spilled := stack(cubin, tmp_path)) is not None:
         assert spilled <= HOPPER_STACK
+
+
+def test_row_kernels_compile_and_read_a_block_before_they_write_over_it():
+    from kernels import policy_loss_triton as rows
+    from kernels.logprob_triton import Tile
+
+    flags = {"HAS_T": False, "HAS_CAP": False, "TMA": False, "BLOCK": rows.BLOCK}
+    ptx, _ = compiled(rows._row_statistics_kernel, Tile(0, 0, 0), flags)
+    assert "ex2.approx" in ptx
+    ptx, _ = compiled(rows._row_gradients_kernel, Tile(0, 0, 0), flags)
+    loop = ptx[ptx.index("ld.global.v4") if "ld.global.v4" in ptx else ptx.index("ld.global") :]
+    assert loop.index("bar") < loop.index("st.global"), "no barrier between the reads and the writes of a block"
