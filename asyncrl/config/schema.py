@@ -152,6 +152,7 @@ class TrainerConfig:
     shard: bool = True  # FSDP2 over all ranks
     activation_checkpointing: bool = False
     logprob_chunk: Positive = 4096  # tokens a chunk of the head; logits of one chunk live at a time
+    vocab_chunk: Positive = 8192  # vocabulary rows of such a chunk; 2048 saves memory (on a GPU most of it), costs time
     loss_chunk_bytes: Positive = (
         832 * 2**20
     )  # most bytes of logits in the policy-loss head; fewer: more, smaller products

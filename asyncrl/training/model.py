@@ -19,7 +19,7 @@ from asyncrl.training.documents import TakeRows
 from asyncrl.training.errors import ModelError
 from asyncrl.training.head import LogitRule
 from asyncrl.training.packing import PackedBatch
-from kernels.logprob import selected_logprob
+from kernels.logprob import VOCAB_CHUNK, selected_logprob
 from kernels.policy_loss import CHUNK_BYTES, TokenLoss, policy_loss
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Policy(nn.Module):
         super().__init__()
         self.lm = lm
         self.rule = LogitRule.of(lm.config)
-        self.logprob_chunk = logprob_chunk
+        self.logprob_chunk, self.vocab_chunk = logprob_chunk, VOCAB_CHUNK
 
     @overload
     def forward(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]: ...
@@ -64,7 +64,8 @@ class Policy(nn.Module):
         operands, temperature = self._operands(batch), self.rule.temperature(temperature)
         rule: dict[str, Any] = {"bias_V": self._head.bias, "softcap": self.rule.softcap}
         if objective is None:
-            logp_M, entropy_M, _ = selected_logprob(*operands, temperature, token_chunk=self.logprob_chunk, **rule)
+            rule |= {"token_chunk": self.logprob_chunk, "vocab_chunk": self.vocab_chunk}
+            logp_M, entropy_M, _ = selected_logprob(*operands, temperature, **rule)
             return logp_M, entropy_M.detach()
         known = objective.token_loss, objective.extras
         return policy_loss(*operands, *known, temperature, chunk_bytes=objective.chunk_bytes, **rule)

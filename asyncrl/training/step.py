@@ -52,6 +52,7 @@ class Trainer:
         self.cfg, self.mesh, self.policy = cfg, mesh, policy
         self.compute = DTYPES[cfg.model.compute_dtype]
         trainer = cfg.trainer
+        policy.vocab_chunk = trainer.vocab_chunk
         self.sharded = distribute(policy, mesh, self.compute, trainer.shard, trainer.activation_checkpointing)
         trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
         self.parameters = list(trained.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from asyncrl.training import model
 from asyncrl.training.model import prepare
 from asyncrl.training.objective import batch_loss
 from asyncrl.training.opening import build_trainer
@@ -73,3 +74,27 @@ def test_the_policy_head_of_a_changed_model_follows_the_rule_of_its_logits(path)
         losses.append([loss.item(), torch.cat([p.grad.flatten() for p in policy.parameters()])])
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-12)
     assert (losses[0][1] - losses[1][1]).norm() < 1e-12 * losses[1][1].norm()
+
+
+def test_the_chunks_of_the_config_reach_the_heads(path, monkeypatch):
+    seen = {}
+
+    def note(name):
+        kept = getattr(model, name)
+
+        def call(*args, **options):
+            seen[name] = {key: value for key, value in options.items() if "chunk" in key}
+            return kept(*args, **options)
+
+        monkeypatch.setattr(model, name, call)
+
+    for name in ("selected_logprob", "policy_loss"):
+        note(name)
+    chunks = {"logprob_chunk": 5, "vocab_chunk": 7, "loss_chunk_bytes": 4000}
+    for head in ("logprob", "policy"):
+        trainer = build_trainer(tiny_run(path, algorithm={"loss_head": head}, trainer=chunks), 0, 1)
+        trainer.step([make_samples()])
+    assert seen == {
+        "selected_logprob": {"token_chunk": 5, "vocab_chunk": 7},
+        "policy_loss": {"chunk_bytes": 4000},
+    }
