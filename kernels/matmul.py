@@ -19,14 +19,18 @@ def widen(x: Tensor) -> Tensor:
 def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """``a @ b``, (n, k) @ (k, m) -> (n, m) in :func:`sum_dtype`; into ``out`` if given.
 
-    ``out`` may also have the operands' dtype: then only the finished sums are rounded.
+    ``out`` may also have the operands' dtype: then only the finished sums are rounded. On a GPU both operands have one
+    dtype; on a CPU they are made fp32 if they are not.
     """
-    wanted = sum_dtype(a) if out is None else out.dtype
-    if a.dtype == wanted:
-        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    wide = sum_dtype(a)
+    wanted = wide if out is None else out.dtype
     if not a.is_cuda:
-        product = torch.mm(a.to(sum_dtype(a)), b.to(sum_dtype(a)))
-        return product if out is None else out.copy_(product)
+        a, b = a.to(wide), b.to(wide)
+        if out is None or wanted == wide:
+            return torch.mm(a, b, out=out)
+        return out.copy_(torch.mm(a, b))
+    if a.dtype == wanted:
+        return torch.mm(a, b, out=out)
     if out is None:
         return torch.mm(a, b, out_dtype=wanted)
     return torch.ops.aten.mm.dtype_out(a, b, wanted, out=out)
@@ -34,12 +38,12 @@ def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
     """``total += a @ b`` in place. A ``total`` in a narrower dtype than fp32 is rounded once a call."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
-    else:
+    if not a.is_cuda:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    elif a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
 
 
 def chunks(total: int, size: int) -> list[slice]:
