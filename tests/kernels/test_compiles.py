@@ -21,7 +21,7 @@ HOPPER_STACK = 64  # bytes; what is left without a soft-cap is 8
 
 
 def compiled(kernel, tile, flags):
-    """(PTX, bytes of stack a thread) with the divisibility that sizes of a real model have."""
+    """(PTX, binary) with the divisibility that sizes of a real model have."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -32,6 +32,8 @@ def compiled(kernel, tile, flags):
     kinds = dict.fromkeys(names, "*fp32") | dict.fromkeys(("M", "N", "K", "v0"), "i32")
     kinds |= {
         "stride": "i32",
+        "n": "i32",
+        "TILES": "i32",
         "stride_h": "i32",
         "stride_w": "i32",
         "stride_out": "i32",
@@ -81,12 +83,16 @@ def test_products_compile_for_hopper(direction, changes, tma, tmp_path):
 
 
 def test_row_kernels_compile_and_read_a_block_before_they_write_over_it():
+    from kernels import logprob_triton
     from kernels import policy_loss_triton as rows
     from kernels.logprob_triton import Tile
 
     flags = {"HAS_T": False, "HAS_CAP": False, "TMA": False, "BLOCK": rows.BLOCK}
     ptx, _ = compiled(rows._row_statistics_kernel, Tile(0, 0, 0), flags)
     assert "ex2.approx" in ptx
+    blocks = {"BLOCK_M": 32, "BLOCK_T": 32}
+    assert "ex2.approx" in compiled(logprob_triton._combine_kernel, Tile(0, 0, 0), flags | blocks)[0]
+    assert "st.global" in compiled(rows._scale_kernel, Tile(0, 0, 0), flags)[0]
     ptx, _ = compiled(rows._row_gradients_kernel, Tile(0, 0, 0), flags)
     loop = ptx[ptx.index("ld.global.v4") if "ld.global.v4" in ptx else ptx.index("ld.global") :]
     assert loop.index("bar") < loop.index("st.global"), "no barrier between the reads and the writes of a block"
