@@ -172,7 +172,7 @@ def test_bf16_error_is_at_most_that_of_a_dense_bf16_computation():
     assert (got[0] - want[0]).abs().max() < 1e-4 < (usual[0] - want[0]).abs().max()
 
 
-@pytest.mark.parametrize(("n", "v", "d"), [(64, 500, 64), (8, 151_643, 64)])
+@pytest.mark.parametrize(("n", "v", "d"), [(64, 500, 64), (4, 151_643, 32)])
 def test_fp32_gradients_are_within_1e_6_of_float64(n, v, d):
     """Also at a vocabulary of real size, where log-sum-exp and sums are large against their terms."""
     p = problem(n, v, d, dtype=torch.float32, scale=0.3)
