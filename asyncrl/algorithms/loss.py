@@ -52,17 +52,50 @@ class LossMask:
 
     def numerator(self, value_M: Tensor, aggregation: Aggregation) -> Tensor:
         """``sum_t value`` for token_mean, ``sum_i (1/L_i) sum_t value`` for sequence_mean. Scalar with a graph."""
-        _check(aggregation)
+        divisor_M = self.divisors(aggregation)
         kept = self.keep(value_M)
-        if aggregation == "token_mean":
-            return kept.sum()
-        length_M = self.lengths().clamp(min=1)[self.sample_M]
-        return (kept / length_M).sum()
+        return (kept if divisor_M is None else kept / divisor_M).sum()
+
+    def divisors(self, aggregation: Aggregation) -> Tensor | None:
+        """What each token's value is divided by in :meth:`numerator`, (M,) int64: L_i; None if by one."""
+        _check(aggregation)
+        return None if aggregation == "token_mean" else self.lengths().clamp(min=1)[self.sample_M]
 
 
 def _check(aggregation: str) -> None:
     if aggregation not in ("token_mean", "sequence_mean"):
         raise ValueError(f"unknown aggregation {aggregation!r}; choose token_mean or sequence_mean")
+
+
+def clipped_surrogate(
+    logp_M: Tensor, behaviour_M: Tensor, advantage_M: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """``min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` of each token (clip-higher: DAPO, arXiv 2503.14476)."""
+    ratio_M = (logp_M - behaviour_M).exp()
+    clipped_M = ratio_M.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return torch.minimum(ratio_M * advantage_M, clipped_M * advantage_M)
+
+
+@torch.no_grad()
+def ratio_metrics(
+    logp_M: Tensor, behaviour_M: Tensor, advantage_M: Tensor, mask: LossMask, clip_low: float, clip_high: float
+) -> dict[str, Tensor]:
+    """Sums over the mask (``ratio_max`` a maximum), without a graph:
+
+    - ``clip_low`` / ``clip_high``: tokens whose gradient is cut by that side of the clip;
+    - ``ratio``, ``ratio_square``, ``ratio_max``;
+    - ``kl``: ``r - 1 - log r``, whose mean under the behaviour policy is KL(mu || pi).
+    """
+    log_ratio_M = mask.keep(logp_M) - mask.keep(behaviour_M)
+    ratio_M, advantage_M = log_ratio_M.exp(), mask.keep(advantage_M)
+    return {
+        "clip_low": mask.sum(((ratio_M < 1.0 - clip_low) & (advantage_M < 0)).to(ratio_M.dtype)),
+        "clip_high": mask.sum(((ratio_M > 1.0 + clip_high) & (advantage_M > 0)).to(ratio_M.dtype)),
+        "ratio": mask.sum(ratio_M),
+        "ratio_square": mask.sum(ratio_M.square()),
+        "ratio_max": mask.keep(ratio_M).amax() if len(ratio_M) else ratio_M.new_zeros(()),
+        "kl": mask.sum(ratio_M - 1.0 - log_ratio_M),
+    }
 
 
 def grpo_loss(
@@ -74,27 +107,11 @@ def grpo_loss(
     clip_high: float,
     aggregation: Aggregation,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """``-sum min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` over the mask (clip-higher: DAPO, arXiv 2503.14476).
+    """Minus the sum of :func:`clipped_surrogate` over the mask, and :func:`ratio_metrics`.
 
-    Divide by the global denominator of the same masks to get the loss. ``metrics`` are sums over the mask
-    (``ratio_max`` a maximum), without a graph:
-
-    - ``clip_low`` / ``clip_high``: tokens whose gradient is cut by that side of the clip;
-    - ``ratio``, ``ratio_square``, ``ratio_max``;
-    - ``kl``: ``r - 1 - log r``, whose mean under the behaviour policy is KL(mu || pi).
+    Divide by the global denominator of the same masks to get the loss.
     """
-    logp_M, behaviour_M, advantage_M = mask.keep(logp_M), mask.keep(behaviour_M), mask.keep(advantage_M)
-    log_ratio_M = logp_M - behaviour_M
-    ratio_M = log_ratio_M.exp()
-    clipped_M = ratio_M.clamp(1.0 - clip_low, 1.0 + clip_high)
-    surrogate_M = torch.minimum(ratio_M * advantage_M, clipped_M * advantage_M)
-    with torch.no_grad():
-        metrics = {
-            "clip_low": mask.sum(((ratio_M < 1.0 - clip_low) & (advantage_M < 0)).to(ratio_M.dtype)),
-            "clip_high": mask.sum(((ratio_M > 1.0 + clip_high) & (advantage_M > 0)).to(ratio_M.dtype)),
-            "ratio": mask.sum(ratio_M),
-            "ratio_square": mask.sum(ratio_M.square()),
-            "ratio_max": mask.keep(ratio_M).amax() if len(ratio_M) else ratio_M.new_zeros(()),
-            "kl": mask.sum(ratio_M - 1.0 - log_ratio_M),
-        }
+    kept = mask.keep(logp_M), mask.keep(behaviour_M), mask.keep(advantage_M)
+    surrogate_M = clipped_surrogate(*kept, clip_low, clip_high)
+    metrics = ratio_metrics(*kept, mask, clip_low, clip_high)
     return -mask.numerator(surrogate_M, aggregation), metrics

@@ -81,6 +81,9 @@ class AlgorithmConfig:
     clip_low: Share = 0.2
     clip_high: NonNegative = 0.28
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    # policy: gradients are made in forward, while a chunk's logits are there. Saves one of the head's four products;
+    # costs trainer.loss_chunk_bytes, and the head's gradient lives from forward on. logprob: all four, no such buffer.
+    loss_head: Literal["policy", "logprob"] = "policy"
     filter_equal_rewards: bool = True  # a group without reward variance has no gradient: filter and refill
     max_filtered_groups: Positive = 2000  # stop, with the diagnosis, after so many filtered in a row
 
@@ -167,6 +170,8 @@ class TrainerConfig:
     # GPU; costs the transfers of each layer, and optimizer steps at the speed of the CPU.
     cpu_offload: bool = False
     logprob_chunk: Positive = 4096  # tokens a chunk of the head; logits of one chunk live at a time
+    vocab_chunk: Positive = 8192  # vocabulary rows of such a chunk; 2048 saves memory (on a GPU most of it), costs time
+    loss_chunk_bytes: Positive = 832 * 2**20  # of logits in the policy-loss head; fewer: more, smaller products
     # bfloat16: weights, gradients and optimizer state of 2 bytes each, 8 a parameter where float32 takes 16. The
     # weights are rounded stochastically (kernels/adamw.py), so that an update of 1e-6 survives on average. Costs: noise
     # of about a bf16 step a weight, and gradients that are added in bf16 over micro-batches and ranks. Only with

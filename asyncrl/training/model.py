@@ -6,8 +6,9 @@ embedding, final norm and head is gathered when the head needs its weight, tied 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from safetensors import safe_open
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from asyncrl.training.attention import ATTENTION, register
 from asyncrl.training.documents import TakeRows
 from asyncrl.training.errors import ModelError
-from asyncrl.training.head import selected_logprob_entropy
+from asyncrl.training.head import LogitRule
 from asyncrl.training.packing import PackedBatch
-from asyncrl.training.tensor_parallel import head_weight
+from kernels.logprob import VOCAB_CHUNK, selected_logprob
+from kernels.policy_loss import CHUNK_BYTES, TokenLoss, policy_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,8 +34,15 @@ DTYPES = {
 }
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-# Changes to the logits after the head that the chunked head does not reproduce, with their neutral value.
-LOGIT_CHANGES = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss of each token's own log-prob and entropy, for the policy-loss head (:mod:`kernels.policy_loss`)."""
+
+    token_loss: TokenLoss
+    extras: tuple[Tensor, ...]  # (M, ...) each
+    chunk_bytes: int = CHUNK_BYTES
 
 
 class Policy(nn.Module):
@@ -46,20 +55,42 @@ class Policy(nn.Module):
     def __init__(self, lm: PreTrainedModel, logprob_chunk: int = 4096) -> None:
         super().__init__()
         self.lm = lm
-        self.logprob_chunk = logprob_chunk
         self.unread: Path | None = None
+        self.rule = LogitRule.of(lm.config)
+        self.logprob_chunk, self.vocab_chunk = logprob_chunk, VOCAB_CHUNK
 
-    def forward(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-prob of each target and entropy (no gradient) at ``temperature``: (M,), (M,)."""
-        decoder, head = self.lm.base_model, self.lm.get_output_embeddings()
-        hidden_1TE = decoder(
+    @overload
+    def forward(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def forward(
+        self, batch: PackedBatch, temperature: float, objective: Objective
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def forward(self, batch: PackedBatch, temperature: float, objective: Objective | None = None) -> tuple[Tensor, ...]:
+        """Log-prob of each target and entropy (no gradient) at ``temperature``: (M,), (M,).
+
+        With an ``objective`` its loss, a scalar, comes first and is all that has a gradient.
+        """
+        operands, temperature = self._operands(batch), self.rule.temperature(temperature)
+        rule: dict[str, Any] = {"bias_V": self._head.bias, "softcap": self.rule.softcap}
+        if objective is None:
+            rule |= {"token_chunk": self.logprob_chunk, "vocab_chunk": self.vocab_chunk}
+            logp_M, entropy_M, _ = selected_logprob(*operands, temperature, **rule)
+            return logp_M, entropy_M.detach()
+        known = objective.token_loss, objective.extras
+        return policy_loss(*operands, *known, temperature, chunk_bytes=objective.chunk_bytes, **rule)
+
+    @property
+    def _head(self) -> nn.Linear:
+        return self.lm.get_output_embeddings()
+
+    def _operands(self, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states (M, E) that predict the targets, the head's weight (V, E) and the targets (M,)."""
+        hidden_1TE = self.lm.base_model(
             input_ids=batch.input_1T, position_ids=batch.position_1T, use_cache=False, documents=batch.documents
         ).last_hidden_state
-        hidden_ME = TakeRows.apply(hidden_1TE[0], batch.predict_M)
-        logp_M, entropy_M = selected_logprob_entropy(
-            hidden_ME, head_weight(head), batch.target_M, temperature, self.logprob_chunk
-        )
-        return logp_M, entropy_M.detach()
+        return TakeRows.apply(hidden_1TE[0], batch.predict_M), self._head.weight, batch.target_M
 
 
 def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, logprob_chunk: int = 4096) -> Policy:
@@ -108,9 +139,7 @@ def read_config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError) as e:
         raise ModelError(f"{folder}/config.json: unknown architecture or invalid config: {e}") from e
-    for name, neutral in LOGIT_CHANGES.items():
-        if getattr(config, name, neutral) not in (None, neutral):
-            raise ModelError(f"{folder}: {config.model_type} sets {name}, which the log-prob head does not apply")
+    LogitRule.of(config)
     return config
 
 
@@ -127,8 +156,8 @@ def prepare(lm: PreTrainedModel, dtype: torch.dtype, logprob_chunk: int = 4096) 
     """Turns a transformers causal LM in memory into a policy: document attention, no dropout, one master dtype."""
     register()
     head = lm.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None:
-        raise ModelError(f"{type(lm).__name__} has no plain linear head (a head with a bias is not supported)")
+    if not isinstance(head, nn.Linear):
+        raise ModelError(f"{type(lm).__name__} has no plain linear head, but {type(head).__name__}")
     lm.set_attn_implementation(ATTENTION)
     lm.eval()  # dropout would make the trainer's log-probs differ from the engine's
     wrong = {n: p.dtype for n, p in lm.named_parameters() if p.is_floating_point() and p.dtype != dtype}

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.loss import grpo_loss
 from asyncrl.config.schema import Config
 from asyncrl.rollouts.types import TrainSample
 from asyncrl.training import checkpoint, restoring
@@ -34,6 +33,7 @@ from asyncrl.training.mesh import Mesh
 from asyncrl.training.metrics import StepReport, StepSums
 from asyncrl.training.model import DTYPES, Policy
 from asyncrl.training.noise import noise_floor, score_in_halves
+from asyncrl.training.objective import batch_loss
 from asyncrl.training.optim import build_optimizer
 from asyncrl.training.packing import PackedBatch, pack
 from asyncrl.training.rules import AdamWRule
@@ -49,6 +49,7 @@ class Trainer:
         """Raises :class:`ModelError` if something would be trained that ``named_parameters_hf`` does not list."""
         self.cfg, self.mesh, self.policy = cfg, mesh, policy
         self.compute = DTYPES[cfg.model.compute_dtype]
+        policy.vocab_chunk = cfg.trainer.vocab_chunk
         self.sharded = distribute(policy, mesh, cfg)
         trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
         self.parameters = list(trained.values())
@@ -178,17 +179,6 @@ class Trainer:
 
     def _forward(self, batch: PackedBatch, denominator: int, sums: StepSums) -> tuple[Tensor, Tensor]:
         """This micro-batch's share of the loss, and its log-probs (M,) without their graph."""
-        algorithm = self.cfg.algorithm
-        logp_M, entropy_M = self.policy(batch, self.cfg.sampling.temperature)
-        numerator, metrics = grpo_loss(
-            logp_M,
-            batch.behaviour_M,
-            batch.advantage_M,
-            batch.mask,
-            algorithm.clip_low,
-            algorithm.clip_high,
-            algorithm.aggregation,  # type: ignore[arg-type]
-        )
-        loss = numerator / denominator
+        loss, logp_M, entropy_M, metrics = batch_loss(self.policy, batch, self.cfg, denominator)
         sums.add(batch, loss, logp_M, entropy_M, metrics)
         return loss, logp_M.detach()

@@ -11,7 +11,7 @@ from asyncrl.training.errors import ModelError
 from asyncrl.training.exact import exact
 from asyncrl.training.model import prepare
 from asyncrl.training.packing import pack
-from tests.training.test_head import LargestTensor
+from tests.kernels.dense import LargestTensor
 from tests.training.tiny import VOCAB, make_samples, tiny_lm
 
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from asyncrl.training.attention import document_attention
 from asyncrl.training.documents import Documents
-from asyncrl.training.head import selected_logprob_entropy
 from asyncrl.training.mesh import open_mesh
 from asyncrl.training.model import prepare
 from asyncrl.training.opening import build_trainer
 from asyncrl.training.packing import pack
 from asyncrl.training.step import Trainer
+from kernels.logprob import selected_logprob
 from tests.training.ranks import run_ranks
 from tests.training.tiny import make_samples, tiny_folder, tiny_lm, tiny_run
 
@@ -105,7 +105,7 @@ def test_head_neither_rounds_nor_holds_the_logits():
     exact = exact.gather(1, target[:, None])[:, 0]
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_allocated()
-    logp, _ = selected_logprob_entropy(hidden, weight, target, 1.0, 1024)
+    logp, _, _ = selected_logprob(hidden, weight, target, token_chunk=1024)
     logp.sum().backward()
     peak = torch.cuda.max_memory_allocated() - base
     assert (logp.double() - exact).abs().max() < 1e-4
