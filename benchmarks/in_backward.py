@@ -94,7 +94,7 @@ def build(case: Case, large: bool, device: torch.device) -> Trainer:
     dtype = case.dtype(large)
     cfg = Config()
     cfg.trainer.master_dtype = cfg.model.compute_dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
-    cfg.trainer.activation_checkpointing = large
+    cfg.trainer.activation_checkpointing = "full" if large else "none"
     cfg.report.noise_floor_every = 0
     cfg.optim.lr, cfg.optim.warmup_steps = 1e-6, 0
     cfg.optim.in_backward, cfg.optim.clip = case.inside, "global" if case.torch else "delayed"

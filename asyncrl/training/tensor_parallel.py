@@ -196,19 +196,6 @@ def rows_of(vocabulary: int, mesh: DeviceMesh) -> int:
     return min(mesh.get_local_rank() * -(-vocabulary // mesh.size()), vocabulary)
 
 
-def head_weight(head: nn.Module) -> Tensor:
-    """The weight (V, E) of the head for the log-prob, whole on every rank.
-
-    Split over ``tp``, it is gathered here for the duration of forward and backward; the log-prob is then computed
-    by every ``tp`` peer alike. A log-prob that is itself parallel over the vocabulary takes the place of this gather.
-    """
-    weight: Any = head.weight
-    if not isinstance(weight, DTensor):
-        return weight
-    whole: Tensor = GatherRows.apply(weight.to_local(), weight.shape[0], weight.device_mesh)
-    return whole
-
-
 # ---- collectives of the graph -------------------------------------------------------------------------------------
 
 
@@ -289,18 +276,3 @@ class GatherFeatures(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return grad.narrow(-1, ctx.mesh.get_local_rank() * ctx.size, ctx.size), None
-
-
-class GatherRows(torch.autograd.Function):
-    """Rows of a weight joined, unequal pieces too; the gradient, the same on all ranks, is cut again."""
-
-    @staticmethod
-    def forward(ctx: Any, piece: Tensor, rows: int, mesh: DeviceMesh) -> Tensor:
-        ctx.first, ctx.rows = rows_of(rows, mesh), len(piece)
-        most = -(-rows // mesh.size())
-        padded = F.pad(piece, (0, 0, 0, most - len(piece))) if len(piece) < most else piece.contiguous()
-        return _join(padded, mesh)[:rows]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return grad.narrow(0, ctx.first, ctx.rows), None, None

@@ -34,7 +34,7 @@ def both(path, **options):
 CASES = {
     "tied": {},
     "untied": {"tied": False},
-    "recomputed": {"sections": {"trainer": {"steps": 9, "activation_checkpointing": True}}},
+    "recomputed": {"sections": {"trainer": {"steps": 9, "activation_checkpointing": "full"}}},
     "frozen": {"change": frozen},
     "lora": {"change": lora, "clip_norm": 0.02},  # smaller gradients
     "sgd": {"name": "sgd"},

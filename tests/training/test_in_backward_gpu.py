@@ -25,7 +25,7 @@ def world_of_one(tmp_path):
 
 
 def build(compute: str, master: str, rank: int = 0, world: int = 1, **optim) -> Trainer:
-    sections = {"trainer": {"steps": 9, "activation_checkpointing": True}, "report": {"noise_floor_every": 0}}
+    sections = {"trainer": {"steps": 9, "activation_checkpointing": "full"}, "report": {"noise_floor_every": 0}}
     cfg = tiny_run("", master, **sections, optim=CLIPPED | optim)
     cfg.model.compute_dtype = compute
     dtype = getattr(torch, master)

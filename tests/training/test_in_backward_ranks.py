@@ -25,7 +25,7 @@ from tests.training.ranks import run_ranks
 from tests.training.tiny import tiny_folder
 
 FREE = {"clip_norm": 1e9, "clip_guard": 0.0}
-RECOMPUTED = {"trainer": {"steps": 9, "activation_checkpointing": True}, "report": {"noise_floor_every": 0}}
+RECOMPUTED = {"trainer": {"steps": 9, "activation_checkpointing": "full"}, "report": {"noise_floor_every": 0}}
 REPLICATED = {"trainer": {"steps": 9, "shard": False}, "report": {"noise_floor_every": 0}}
 CASES = {
     2: {
