@@ -18,7 +18,7 @@ STOP = Message("stop", {"reason": "finished"}, (), "controller", 1, 1)
 class Link:
     """Every ``recv`` without a command takes its whole deadline; then come ``commands``."""
 
-    name = "trainer/0"
+    name = "trainer/1"
 
     def __init__(self, silent_s: float, unheard_s: float = 0.0) -> None:
         self._silent_s, self._unheard_s = silent_s, unheard_s
@@ -39,7 +39,7 @@ class Link:
 def obey(link: Link) -> None:
     cfg = Config()
     cfg.deadline.start_s, cfg.deadline.batch_s = 100, 60
-    context = SimpleNamespace(rank=0)
+    context = SimpleNamespace(rank=1)  # rank 0 tidies folders at the end
     _obey(cfg, context, MagicMock(), MagicMock(), link)  # type: ignore[arg-type]
 
 
@@ -52,7 +52,7 @@ def test_a_controller_that_lives_is_waited_for_however_long_it_waits_itself():
 
 def test_a_controller_that_is_not_heard_any_more_is_given_up():
     link = Link(silent_s=36_000, unheard_s=36_000)
-    with pytest.raises(DeadlineExpired, match=r"trainer/0 waited 60 s for a sign of life of the controller"):
+    with pytest.raises(DeadlineExpired, match=r"trainer/1 waited 60 s for a sign of life of the controller"):
         obey(link)
     assert link.waited_s == 60
 
