@@ -18,7 +18,7 @@ from omegaconf import DictConfig  # noqa: E402
 
 from asyncrl.actors.ending import INTERRUPTED_STATUS  # noqa: E402
 from asyncrl.config.errors import exit_on_config_error  # noqa: E402
-from asyncrl.config.load import check_overrides, register_schema  # noqa: E402
+from asyncrl.config.load import check_overrides, config_groups, register_schema  # noqa: E402
 from asyncrl.config.offline import set_offline_defaults  # noqa: E402
 from asyncrl.config.processes import die_with_torchrun, end_in_order  # noqa: E402
 from asyncrl.modes.jobs import Job, run_jobs  # noqa: E402
@@ -38,7 +38,7 @@ def main() -> None:
         set_offline_defaults()
         register_schema()
         with exit_on_config_error():
-            check_overrides(sys.argv[1:], groups=[path.name for path in conf.iterdir() if path.is_dir()])
+            check_overrides(sys.argv[1:], config_groups(conf))
         hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(run_one)()
     except KeyboardInterrupt as stop:  # before there was a run
         print(f"asyncrl: interrupted by {stop}; nothing was started", file=sys.stderr)

@@ -20,10 +20,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl.actors.process import what_is_there
 from asyncrl.config.errors import RunFailed, RunInterrupted
@@ -35,6 +35,7 @@ from asyncrl.transport.links import Listener
 if TYPE_CHECKING:
     from asyncrl.actors.conductor import Conductor
     from asyncrl.actors.progress import Progress
+    from asyncrl.actors.rollout_desk import RolloutDesk
 
 
 TERMINATED = 128 + signal.SIGTERM
@@ -72,18 +73,17 @@ async def _conduct(cfg: Config, run_dir: Path, ranks: int, listener: Listener, r
     assert stop is not None
     progress = Progress(cfg, Reporter(run_dir, cfg), time.monotonic)
     progress.reporter.status("starting the generators and trainers")
-    counters: Callable[[], dict[str, Any] | None] = lambda: None  # noqa: E731
+    desk: RolloutDesk | None = None
     try:
         async with opened(cfg, run_dir, ranks, listener, progress) as conductor:
             desk = conductor.desk
-            counters = lambda: desk.slots.counters()  # noqa: E731 - a resumed run gets other slots
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.cancel)
             await conductor.run()
         how: tuple[Ended, str] = ("finished", "")
     except BaseException as raised:  # noqa: BLE001 - the summary is written whatever ended the run
         how = _end_of(_first(raised), run_dir, reason_fd)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun, and takes no longer than its own deadlines
-    progress.finish(*how, counters())
+    progress.finish(*how, desk.slots.counters() if desk else None)
     return how
 
 

@@ -7,8 +7,12 @@ turn the noise into advantages of size one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+Formula = Callable[[NDArray[np.float64]], NDArray[np.float64]]  # rewards of one group -> its advantages
 
 NOISE = 1e-9  # relative to the largest reward of the group
 
@@ -46,7 +50,7 @@ def group_norm(rewards: ArrayLike, group_ids: ArrayLike, eps: float = 1e-6) -> N
 ADVANTAGES = {"group_norm": group_norm, "group_mean": group_mean}
 
 
-def _by_group(rewards: ArrayLike, group_ids: ArrayLike, formula) -> NDArray[np.float64]:  # type: ignore[no-untyped-def]
+def _by_group(rewards: ArrayLike, group_ids: ArrayLike, formula: Formula) -> NDArray[np.float64]:
     r, ids = np.asarray(rewards, dtype=np.float64), np.asarray(group_ids)
     if r.ndim != 1 or r.shape != ids.shape:
         raise ValueError(f"rewards {r.shape} and group ids {ids.shape} must be vectors of one length")

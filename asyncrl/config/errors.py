@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 USER_ERROR_STATUS = 2
+SPEAK_S = 60.0  # what local rank 0 has to find the same problems, on a machine that does other things too
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,20 @@ class ConfigError(Exception):
 def exit_on_config_error() -> Iterator[None]:
     """Turns a ConfigError into a message on stderr and exit status 2.
 
-    Every rank of a node finds the same problems, so only local rank 0 prints them.
+    Every rank of a node finds the same problems, so local rank 0 speaks for all. The others wait for torchrun to end
+    them: the end of any rank makes it end all, rank 0 before it has spoken too. Called from the main thread.
     """
     try:
         yield
     except ConfigError as error:
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            count = len(error.problems)
-            heading = "1 problem" if count == 1 else f"{count} problems"
-            text = f"{heading} in the configuration; nothing was started\n{error}"
-            print(f"asyncrl: {text}", file=sys.stderr, flush=True)
-            tell_torchrun(text)
+        if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(SPEAK_S)  # one that is still here then was the only one to find something
+        count = len(error.problems)
+        heading = "1 problem" if count == 1 else f"{count} problems"
+        text = f"{heading} in the configuration; nothing was started\n{error}"
+        print(f"asyncrl: {text}", file=sys.stderr, flush=True)
+        tell_torchrun(text)
         sys.exit(USER_ERROR_STATUS)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -50,10 +50,16 @@ def discard_scratch_dir() -> None:
         scratch_dir.cache_clear()
 
 
-def check_overrides(arguments: Iterable[str], groups: Iterable[str]) -> None:
-    """Raises ConfigError for ``key=value`` arguments whose key does not exist, before Hydra composes anything.
+def config_groups(conf: Path) -> dict[str, list[str]]:
+    """Hydra's config groups below ``conf`` (``experiment``, ``env``, ...) and the names of their choices."""
+    folders = [path for path in conf.iterdir() if path.is_dir()]
+    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
 
-    ``groups`` are the names of Hydra's config groups (``experiment``, ``algorithm``).
+
+def check_overrides(arguments: Iterable[str], groups: Mapping[str, list[str]]) -> None:
+    """Raises ConfigError for arguments whose key, or whose choice of a group, does not exist, before Hydra composes.
+
+    ``groups``: see ``config_groups``.
     """
     parser = OverridesParser.create()
     keys, free = known_keys(Config), free_keys(Config)
@@ -67,22 +73,32 @@ def check_overrides(arguments: Iterable[str], groups: Iterable[str]) -> None:
             reason = str(error).splitlines()[0]
             problems.append(Problem(argument, f"cannot be read: {reason}", "quote the value: 'key=\"value\"'"))
             continue
-        if problem := _override_problem(override, keys, free, set(groups)):
+        if problem := _override_problem(override, keys, free, groups):
             problems.append(problem)
     if problems:
         raise ConfigError(problems)
 
 
-def _override_problem(override: Override, keys: list[str], free: list[str], groups: set[str]) -> Problem | None:
+def _override_problem(
+    override: Override, keys: list[str], free: list[str], groups: Mapping[str, list[str]]
+) -> Problem | None:
     key = override.key_or_group
     if key in groups:
         if override.type is OverrideType.CHANGE and key == "experiment":
             value = override.get_value_element_as_str()
             return Problem(key, "no experiment is chosen yet, so there is none to change", f"write +{key}={value}")
-        return None
+        return _unknown_choice(override, groups[key])
     if key.split(".")[0].split("/")[0] == "hydra" or key in keys or any(key.startswith(node + ".") for node in free):
         return None
     return unknown_key(key, [*keys, *groups])
+
+
+def _unknown_choice(override: Override, choices: list[str]) -> Problem | None:
+    swept = override.is_sweep_override()
+    for value in override.sweep_string_iterator() if swept else [override.value()]:
+        if isinstance(value, str) and value.removesuffix(".yaml") not in choices:
+            return Problem(override.key_or_group, f"there is no {value}", "choose one of: " + ", ".join(choices))
+    return None
 
 
 def resolve(composed: DictConfig) -> Config:

@@ -53,8 +53,8 @@ def known_keys(schema: type, prefix: str = "") -> list[str]:
     keys = []
     for name, hint in get_type_hints(schema).items():
         keys.append(prefix + name)
-        if dataclasses.is_dataclass(hint):
-            keys += known_keys(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            keys += known_keys(hint, f"{prefix}{name}.")
     return keys
 
 
@@ -62,8 +62,8 @@ def free_keys(schema: type, prefix: str = "") -> list[str]:
     """Dotted keys of the nodes below which any key may be set (``dict`` fields)."""
     keys = []
     for name, hint in get_type_hints(schema).items():
-        if dataclasses.is_dataclass(hint):
-            keys += free_keys(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            keys += free_keys(hint, f"{prefix}{name}.")
         elif get_origin(hint) is dict:
             keys.append(prefix + name)
     return keys

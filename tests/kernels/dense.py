@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+CASES: dict[str, dict[str, Any]] = {  # arguments of ``problem``
+    "plain": {},
+    "temperature per token": {"per_token": True},
+    "bias": {"bias": True},
+    "soft-cap": {"softcap": 2.0},
+    "all": {"per_token": True, "bias": True, "softcap": 3.0},
+}
+
 
 class Problem(NamedTuple):
     """A head's inputs; ``temperature`` is a number or one per token."""

@@ -14,16 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.logprob import selected_logprob
 from kernels.matmul import chunks
-from tests.kernels.dense import LargestTensor, Problem, dense, logits, problem, relative, results, weighted
+from tests.kernels.dense import CASES, LargestTensor, Problem, dense, logits, problem, relative, results, weighted
 
 BACKENDS = ["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else ["torch"]
-CASES = {
-    "plain": {},
-    "temperature per token": {"per_token": True},
-    "bias": {"bias": True},
-    "soft-cap": {"softcap": 2.0},
-    "all": {"per_token": True, "bias": True, "softcap": 3.0},
-}
 
 
 def run(p: Problem, backend: str, **options) -> tuple[torch.Tensor, ...]:

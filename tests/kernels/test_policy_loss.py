@@ -10,16 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.logprob import selected_logprob
 from kernels.policy_loss import by_autograd, policy_loss, tokens_of_chunk
-from tests.kernels.dense import LargestTensor, Problem, dense, logits, problem, relative
+from tests.kernels.dense import CASES, LargestTensor, Problem, dense, logits, problem, relative
 
 BACKENDS = ["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else ["torch"]
-CASES = {
-    "plain": {},
-    "temperature per token": {"per_token": True},
-    "bias": {"bias": True},
-    "soft-cap": {"softcap": 2.0},
-    "all": {"per_token": True, "bias": True, "softcap": 3.0},
-}
 
 
 def clipped(logp, entropy, behaviour, advantage, weight):

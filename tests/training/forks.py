@@ -21,21 +21,26 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 280.0
 
 
-def run_forks(function: str, worlds: tuple[int, ...], folder: Path, *arguments: str) -> dict[int, list[Any]]:
-    """The results by world and rank. Fails with the output of a rank that fails."""
-    out = folder / "results.pickle"
-    command = [sys.executable, "-m", "tests.training.forks", function, ",".join(map(str, worlds)), str(out), *arguments]
+def run_group(command: list[str], limit_s: float) -> None:
+    """Runs a command that starts ranks. Fails with its output; kills all of them after ``limit_s``."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
     try:
-        output = process.communicate(timeout=LIMIT_S)[0]
+        output = process.communicate(timeout=limit_s)[0]
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        raise AssertionError(f"no end within {LIMIT_S:g} s:\n{process.communicate()[0][-6000:]}") from None
+        raise AssertionError(f"no end within {limit_s:g} s:\n{process.communicate()[0][-6000:]}") from None
     assert process.returncode == 0, output[-6000:]
+
+
+def run_forks(function: str, worlds: tuple[int, ...], folder: Path, *arguments: str) -> dict[int, list[Any]]:
+    """The results by world and rank. Fails with the output of a rank that fails."""
+    out = folder / "results.pickle"
+    command = [sys.executable, "-m", "tests.training.forks", function, ",".join(map(str, worlds)), str(out), *arguments]
+    run_group(command, LIMIT_S)
     return pickle.loads(out.read_bytes())
 
 

@@ -13,7 +13,7 @@ from asyncrl.training.loading import empty_policy, read_weights
 from asyncrl.training.model import load_policy
 from asyncrl.training.packing import pack
 from tests.training import mesh_jobs
-from tests.training.tiny import make_samples, tiny_folder
+from tests.training.tiny import make_samples, spoil_weights, tiny_folder
 
 
 @pytest.fixture
@@ -50,15 +50,7 @@ def test_reads_into_the_master_dtype(folder):
 @pytest.mark.parametrize("change", ["missing", "unexpected", "has shape"])
 def test_weights_must_fit_the_config_exactly(folder, change):
     """torchtune #2237: leftover or missing keys must fail, not be initialised at random."""
-    weights = load_file(folder / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    if change == "missing":
-        del weights[name]
-    elif change == "unexpected":
-        weights["model.layers.1.mlp.extra.weight"] = torch.zeros(2)
-    else:
-        weights[name] = weights[name][:5].clone()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    spoil_weights(folder, change)
     with pytest.raises(ModelError, match=change) as error:
         filled(folder)
     assert "layers.1.mlp" in str(error.value)

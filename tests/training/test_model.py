@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from asyncrl.training.errors import ModelError
 from asyncrl.training.model import load_policy, prepare
 from asyncrl.training.packing import pack
-from tests.training.tiny import make_samples, tiny_folder, tiny_lm
+from tests.training.tiny import make_samples, spoil_weights, tiny_folder, tiny_lm
 
 
 @pytest.fixture
@@ -52,15 +51,7 @@ def test_unknown_architecture(folder):
 @pytest.mark.parametrize("change", ["missing", "unexpected", "mismatched"])
 def test_weights_must_fit_the_config_exactly(folder, change):
     """torchtune #2237: leftover or missing keys must fail, not be initialised at random."""
-    weights = load_file(folder / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    if change == "missing":
-        del weights[name]
-    elif change == "unexpected":
-        weights["model.layers.1.mlp.extra.weight"] = torch.zeros(2)
-    else:
-        weights[name] = weights[name][:5].clone()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    spoil_weights(folder, change)
     with pytest.raises(ModelError, match=r"layers\.1\.mlp"):
         load_policy(folder)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -44,6 +45,19 @@ def tiny_folder(path: Path, tied: bool = True, seed: int = 0) -> str:
     tiny_lm(tied, seed).save_pretrained(path)
     add_tokenizer(path)
     return str(path)
+
+
+def spoil_weights(folder: Path, change: str) -> None:
+    """Makes the weights of a tiny folder misfit its config: one ``missing``, one ``unexpected``, or one misshapen."""
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    if change == "missing":
+        del weights[name]
+    elif change == "unexpected":
+        weights["model.layers.1.mlp.extra.weight"] = torch.zeros(2)
+    else:
+        weights[name] = weights[name][:5].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def add_tokenizer(path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,25 +9,17 @@ import pytest
 import torch
 
 from asyncrl.weights.gather import local_of
+from tests.training.forks import run_group
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600  # a machine that does other things too may take minutes to import torch
 pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
 
 def run(world: int, folder: Path, *scenarios: str) -> None:
     """Run all ranks; fails with their output."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.weights.gather_ranks", str(world), str(folder / "store"), *scenarios]
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    run_group(
+        [sys.executable, "-m", "tests.weights.gather_ranks", str(world), str(folder / "store"), *scenarios], LIMIT_S
     )
-    try:
-        output = process.communicate(timeout=LIMIT_S)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise AssertionError(f"no end within {LIMIT_S} s:\n{process.communicate()[0][-6000:]}") from None
-    assert process.returncode == 0, output[-6000:]
 
 
 def test_two_ranks_gather_fsdp_shards_and_push_them(tmp_path):
