@@ -48,7 +48,8 @@ def build(folder: Path, quick: bool) -> Trainer:
     """A trainer on a model that is also stored in ``folder``, with AdamW state for every parameter."""
     config = LlamaConfig(vocab_size=32_000, num_attention_heads=8, num_key_value_heads=8, **sizes(quick))
     disable_progress_bar()
-    lm = LlamaForCausalLM(config)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        lm = LlamaForCausalLM(config)
     lm.to(torch.bfloat16).save_pretrained(folder)
     cfg = Config()
     cfg.model.path = str(folder)

@@ -22,43 +22,53 @@ SMALL_BLOCK = 16  # the interpreter's: several blocks a row of a tiny vocabulary
 
 
 @triton.jit
+def _logit(product, o, there, bias, factor, cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr):
+    """The logit of a product in column ``o``."""
+    if HAS_BIAS:
+        product += tl.load(bias + o, there, 0.0).to(tl.float32)
+    if HAS_CAP:
+        product = cap * tanh(product / cap)
+    return product * factor
+
+
+@triton.jit
 def _row_statistics_kernel(
     u, stride, bias, target, inverse, m_out, s_out, q_out, picked, N, v0, cap,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """m, s, q and z of the target of one row; the running sums are kept for each column of a block until the end."""
+    """m, s, q and z of the target of one row. The sums are kept for each column of a block, relative to the maximum of
+    all columns so far: it rises a few times a row, and only then are they rescaled."""
     row = tl.program_id(0).to(tl.int64)
     factor = 1.0
     if HAS_T:
         factor = tl.load(inverse + row)
-    m = tl.full((BLOCK,), LOWEST, tl.float32)
+    top = tl.full((), LOWEST, tl.float32)
     s = tl.zeros((BLOCK,), tl.float32)
     q = tl.zeros((BLOCK,), tl.float32)
-    at = tl.load(target + row) - v0
-    z_y = tl.zeros((BLOCK,), tl.float32)
     for j in range(0, N, BLOCK):
         o = j + tl.arange(0, BLOCK)
         there = o < N
         z = tl.load(u + row * stride + o, there, 0.0)
-        if HAS_BIAS:
-            z += tl.load(bias + o, there, 0.0).to(tl.float32)
-        if HAS_CAP:
-            z = cap * tanh(z / cap)
-        z *= factor
-        z_y = tl.where(o == at, z, z_y)
-        above = tl.where(there, z - m, 0.0)
-        e = tl.where(there, tl.exp(-tl.abs(above)), 0.0)  # one exponential, for the old sums or for the new element
-        higher = above > 0
-        q = tl.where(higher, e * (q - s * above), q + e * above)
-        s = tl.where(higher, e * s + 1.0, s + e)
-        m = tl.where(higher, z, m)
-    top = tl.max(m, 0)
-    shift = m - top
-    scale = tl.exp(shift)
+        z = tl.where(there, _logit(z, o, there, bias, factor, cap, HAS_BIAS, HAS_CAP), LOWEST)
+        highest = tl.max(z, 0)
+        if highest > top:
+            shift = top - highest
+            scale = tl.exp(shift)
+            q = scale * (q + s * shift)
+            s = scale * s
+            top = highest
+        below = z - top
+        e = tl.exp(below)
+        s += e
+        q += e * below
     tl.store(m_out + row, top)
-    tl.store(s_out + row, tl.sum(scale * s, 0))
-    tl.store(q_out + row, tl.sum(scale * (q + s * shift), 0))
-    tl.store(picked + row, tl.sum(z_y, 0))
+    tl.store(s_out + row, tl.sum(s, 0))
+    tl.store(q_out + row, tl.sum(q, 0))
+    at = tl.load(target + row) - v0
+    there = (at >= 0) & (at < N)
+    product = tl.load(u + row * stride + at, there, 0.0)
+    z_y = _logit(product, at, there, bias, factor, cap, HAS_BIAS, HAS_CAP)
+    tl.store(picked + row, tl.where(there, z_y, 0.0))
 
 
 @triton.jit

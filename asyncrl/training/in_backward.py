@@ -24,7 +24,9 @@ What can still go wrong: a gradient is known to be finite only when it is there.
 from __future__ import annotations
 
 import enum
+import functools
 import math
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,8 +112,9 @@ class UnitOptimizer(torch.optim.Optimizer):
         if set(self._unit) != set(self._number):
             raise ValueError("units and parameter groups must hold the same parameters")
         if in_backward:
+            on_gradient = weakref.WeakMethod(self._on_gradient)  # the garbage collector does not see these hooks
             for p in self._unit:
-                p.register_post_accumulate_grad_hook(self._on_gradient)
+                p.register_post_accumulate_grad_hook(functools.partial(_call, on_gradient))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # what load_state_dict ends with: the groups are other objects now
@@ -268,6 +271,13 @@ class UnitOptimizer(torch.optim.Optimizer):
                 record.clear()
             unit.done, unit.folded = False, 0
         self._phase = Phase.KEEP
+
+
+def _call(method: weakref.WeakMethod[Any], p: nn.Parameter) -> None:
+    """A hook's work, unless the optimizer is gone."""
+    found = method()
+    if found is not None:
+        found(p)
 
 
 def plan_units(policy: Policy, sharded: bool) -> dict[str, list[nn.Parameter]]:

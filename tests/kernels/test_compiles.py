@@ -72,10 +72,8 @@ def stack(cubin: bytes, folder: Path) -> int | None:
 def test_products_compile_for_hopper(direction, changes, tma, tmp_path):
     from kernels import logprob_triton as head
 
-    kernel, tile = (
-        (head._statistics_kernel, head.FORWARD) if direction == "forward" else (head._d_logits_kernel, head.BACKWARD)
-    )
-    ptx, cubin = compiled(kernel, tile, {"HAS_T": False, "HAS_CAP": False, "TMA": tma} | changes)
+    kernel = head._statistics_kernel if direction == "forward" else head._d_logits_kernel
+    ptx, cubin = compiled(kernel, head.TILE, {"HAS_T": False, "HAS_CAP": False, "TMA": tma} | changes)
     assert "wgmma.mma_async" in ptx
     assert ("cp.async.bulk.tensor" in ptx) == tma
     if tma and (spilled := stack(cubin, tmp_path)) is not None:

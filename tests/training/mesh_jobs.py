@@ -85,7 +85,7 @@ def make_folder(root: Path, family: str) -> None:
 
 
 def whole(x: torch.Tensor) -> np.ndarray:
-    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().double().numpy().ravel()
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().double().cpu().numpy().ravel()
 
 
 def gradient(trainer: Trainer) -> np.ndarray:
