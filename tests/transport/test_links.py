@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+import tracemalloc
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 
 from asyncrl.transport.frames import (
     DeadlineExpired,
@@ -45,13 +49,29 @@ def test_a_message_arrives_as_it_was_sent() -> None:
     run(test)
 
 
+@contextlib.contextmanager
+def allocating_less_than(limit: int) -> Iterator[None]:
+    """Fails if Python or NumPy ever held ``limit`` bytes more inside; what libzmq holds is not counted."""
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        yield
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak - before < limit, f"{peak - before} bytes were allocated on the way"
+
+
 @pytest.mark.parametrize("mebibytes", [16, 64])
 def test_large_buffers_are_not_copied(mebibytes: int) -> None:
     async def test() -> None:
         async with Listener("controller", SCHEMA) as listener, Dialer("trainer/0", SCHEMA, listener.endpoint) as dialer:
             array = np.arange(mebibytes << 17, dtype=np.uint64)
-            await dialer.send("bag", {}, [array, array[: 1 << 17]])
-            message = await take(listener, "bag")
+            with allocating_less_than(1 << 20):
+                await dialer.send("bag", {}, [array, array[: 1 << 17]])
+                message = await take(listener, "bag")
+            assert all(isinstance(buffer.obj, zmq.Frame) for buffer in message.buffers)
             first = array_of(message.buffers[0], np.uint64, array.shape)
             assert not first.flags.owndata and first.flags.aligned
             assert np.array_equal(first, array)
