@@ -41,7 +41,7 @@ Save = Callable[[int], tuple[float, float]]  # number of the save -> (held, writ
 def sizes(quick: bool) -> dict[str, int]:
     if quick or not torch.cuda.is_available():
         return {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4 if quick else 12}
-    return {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    return {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 6}
 
 
 def build(folder: Path, quick: bool) -> Trainer:

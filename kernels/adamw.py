@@ -16,6 +16,7 @@ Bytes moved an element: 28 with fp32 gradients (26 with bf16 ones), 14 in bf16.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from kernels.philox import ROUNDS, philox, rounding_bits
 
-BLOCK, PER, WARPS = 1024, 1, 4
+BLOCK = 1024
 # 16 bits -> 16 bits, one to one (odd factors), for the first and the second moment.
 MOMENT_BITS = ((0x9E37, 0x79B9), (0x85EB, 0xCA6B))
 
@@ -60,10 +61,10 @@ class Job:
     tensor: int = 0
     first: int = 0
 
-    def constants(self) -> tuple[float, float, float]:
-        """lr / (1 - b1^t), 1 / sqrt(1 - b2^t) and 1 - lr wd, computed in double precision."""
-        h = self.hyper
-        return h.lr / (1 - h.beta1**self.step), (1 - h.beta2**self.step) ** -0.5, 1 - h.lr * h.weight_decay
+
+def constants(h: Hyper, step: int) -> tuple[float, float, float]:
+    """lr / (1 - b1^t), 1 / sqrt(1 - b2^t) and 1 - lr wd, computed in double precision."""
+    return h.lr / (1 - h.beta1**step), (1 - h.beta2**step) ** -0.5, 1 - h.lr * h.weight_decay
 
 
 @torch.no_grad()
@@ -97,7 +98,7 @@ def adamw_reference(jobs: Sequence[Job], factor: Tensor, seed: int | None = 0) -
         return
     for job in jobs:
         h = job.hyper
-        step_size, root, decay = job.constants()
+        step_size, root, decay = constants(h, job.step)
         p, g, m, v = (x.float() for x in (job.weight, job.grad, job.exp_avg, job.exp_avg_sq))
         g = g * scale
         m = m + (g - m) * (1 - h.beta1)
@@ -128,9 +129,9 @@ def _load_float(row, column):
 def _kernel(
     table, blocks, factor, beta2, rest1, rest2, eps,
     WEIGHT: tl.constexpr, GRAD: tl.constexpr, ROUND: tl.constexpr, ROUNDS: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr, PER: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``PER`` blocks of one tensor a program. ``table`` has a row of 12 int64 for each tensor, see :func:`_row`."""
+    """One block of one tensor a program. ``table`` has a row of 12 int64 for each tensor, see :func:`_row`."""
     scale = tl.load(factor)
     if scale >= 0:
         row = table + tl.load(blocks + tl.program_id(0)) * 12
@@ -143,46 +144,43 @@ def _kernel(
             weight, grad = tl.multiple_of(weight, 16), tl.multiple_of(grad, 16)
             first_moment, second_moment = tl.multiple_of(first_moment, 16), tl.multiple_of(second_moment, 16)
             count = tl.multiple_of(count, 8)
-        first_block = (tl.program_id(0) - tl.load(row + 5)) * PER
-        ids, first_group, seed = tl.load(row + 6), tl.load(row + 7), tl.load(row + 11)
-        step_size, root, decay = _load_float(row, 8), _load_float(row, 9), _load_float(row, 10)
-        for block in range(first_block, first_block + PER):
-            at = block * BLOCK + tl.arange(0, BLOCK)
-            inside = at < count
-            g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * scale
-            p = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-            m = tl.load(first_moment + at, mask=inside, other=0.0).to(tl.float32)
-            v = tl.load(second_moment + at, mask=inside, other=0.0).to(tl.float32)
-            m = m + (g - m) * rest1
-            v = v * beta2 + g * g * rest2
-            update = tl.div_rn(m, tl.sqrt_rn(v) * root + eps)
-            p = p * decay - update * step_size
-            if ROUND:
-                group = first_group + block * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
-                tensor, step = ids.to(tl.uint32), (ids >> 32).to(tl.uint32)
-                w0, w1, w2, w3 = philox(
-                    group.to(tl.uint32),
-                    tensor,
-                    step,
-                    (group >> 32).to(tl.uint32),
-                    seed.to(tl.uint32),
-                    (seed >> 32).to(tl.uint32),
-                    ROUNDS,
-                )
-                words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK // 2])
-                bits = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [BLOCK])
-                tl.store(weight + at, _bf16(p, bits), mask=inside)
-                tl.store(first_moment + at, _bf16(m, (bits * 0x9E37 + 0x79B9) & 0xFFFF), mask=inside)
-                tl.store(second_moment + at, _bf16(v, (bits * 0x85EB + 0xCA6B) & 0xFFFF), mask=inside)
-            else:
-                tl.store(weight + at, p.to(WEIGHT), mask=inside)
-                tl.store(first_moment + at, m.to(WEIGHT), mask=inside)
-                tl.store(second_moment + at, v.to(WEIGHT), mask=inside)
+        block = tl.program_id(0) - tl.load(row + 5)
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        inside = at < count
+        g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * scale
+        p = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+        m = tl.load(first_moment + at, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(second_moment + at, mask=inside, other=0.0).to(tl.float32)
+        m = m + (g - m) * rest1
+        v = v * beta2 + g * g * rest2
+        update = tl.div_rn(m, tl.sqrt_rn(v) * _load_float(row, 9) + eps)
+        p = p * _load_float(row, 10) - update * _load_float(row, 8)
+        if ROUND:
+            group = tl.load(row + 7) + block * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+            ids = tl.load(row + 6)
+            tensor, step = ids.to(tl.uint32), (ids >> 32).to(tl.uint32)
+            seed = tl.load(row + 11)
+            w0, w1, w2, w3 = philox(
+                group.to(tl.uint32),
+                tensor,
+                step,
+                (group >> 32).to(tl.uint32),
+                seed.to(tl.uint32),
+                (seed >> 32).to(tl.uint32),
+                ROUNDS,
+            )
+            words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK // 2])
+            bits = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [BLOCK])
+            tl.store(weight + at, _bf16(p, bits), mask=inside)
+            tl.store(first_moment + at, _bf16(m, (bits * 0x9E37 + 0x79B9) & 0xFFFF), mask=inside)
+            tl.store(second_moment + at, _bf16(v, (bits * 0x85EB + 0xCA6B) & 0xFFFF), mask=inside)
+        else:
+            tl.store(weight + at, p.to(WEIGHT), mask=inside)
+            tl.store(first_moment + at, m.to(WEIGHT), mask=inside)
+            tl.store(second_moment + at, v.to(WEIGHT), mask=inside)
 
 
-def adamw_triton(
-    jobs: Sequence[Job], factor: Tensor, seed: int | None = 0, block: int = BLOCK, per: int = PER, warps: int = WARPS
-) -> None:
+def adamw_triton(jobs: Sequence[Job], factor: Tensor, seed: int | None = 0, block: int = BLOCK) -> None:
     """One launch for all tensors with the same dtypes, betas and eps (learning rate and decay may differ).
 
     ``block`` elements a program, a power of two from 256 on; the results do not depend on it.
@@ -192,12 +190,12 @@ def adamw_triton(
         h = job.hyper
         together.setdefault((job.weight.dtype, job.grad.dtype, h.beta1, h.beta2, h.eps), []).append(job)
     for same in together.values():
-        _launch(same, factor, seed, block, per, warps)
+        _launch(same, factor, seed, block)
 
 
-def _launch(jobs: list[Job], factor: Tensor, seed: int | None, block: int, per: int, warps: int) -> None:
+def _launch(jobs: list[Job], factor: Tensor, seed: int | None, block: int) -> None:
     first, device = jobs[0], jobs[0].weight.device
-    counts = [triton.cdiv(job.weight.numel(), block * per) for job in jobs]
+    counts = [triton.cdiv(job.weight.numel(), block) for job in jobs]
     starts = [sum(counts[:i]) for i in range(len(jobs))]
     rows = [_row(job, start, seed or 0) for job, start in zip(jobs, starts, strict=True)]
     # Pinned, so that nothing waits; torch's allocator keeps the host memory until the copy has happened.
@@ -208,7 +206,7 @@ def _launch(jobs: list[Job], factor: Tensor, seed: int | None, block: int, per: 
         table, _block_map(tuple(counts), device), factor, h.beta2, 1 - h.beta1, 1 - h.beta2, h.eps,
         WEIGHT=_TRITON[first.weight.dtype], GRAD=_TRITON[first.grad.dtype],
         ROUND=first.weight.dtype == torch.bfloat16 and seed is not None, ROUNDS=ROUNDS, ALIGNED=aligned,
-        BLOCK=block, PER=per, num_warps=warps, enable_fp_fusion=False,  # every operation rounds, as the reference does
+        BLOCK=block, num_warps=block // 256, enable_fp_fusion=False,  # every operation rounds, as the reference does
     )  # fmt: skip
     for job in jobs:  # autograd must notice a tensor that it saved and that has changed under it
         torch.autograd.graph.increment_version(job.weight)
@@ -222,8 +220,13 @@ def _row(job: Job, first_block: int, seed: int) -> list[int]:
         if not x.is_contiguous() or x.numel() != job.weight.numel():
             raise ValueError(f"shards must be contiguous and of one size, not {[tuple(t.shape) for t in tensors]}")
     ids = (job.step & 0x7FFFFFFF) << 32 | job.tensor
-    bits = [struct.unpack("<i", struct.pack("<f", c))[0] for c in job.constants()]
+    bits = _constant_bits(job.hyper, job.step)
     return [*(x.data_ptr() for x in tensors), job.weight.numel(), first_block, ids, job.first // 8, *bits, seed]
+
+
+@functools.lru_cache(maxsize=64)
+def _constant_bits(hyper: Hyper, step: int) -> tuple[int, int, int]:
+    return struct.unpack("<3i", struct.pack("<3f", *constants(hyper, step)))  # type: ignore[return-value]
 
 
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}

@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
-HOPPER_STACK = 64  # bytes; what is left without a soft-cap is 8
+HOPPER_STACK = 96  # bytes, of the forward kernel; with one stage less it spills none and is slower
 
 
 def compiled(kernel, tile, flags):

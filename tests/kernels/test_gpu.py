@@ -39,10 +39,12 @@ def usual(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return logp.gather(1, p.target[:, None])[:, 0], -(logp.exp() * logp).sum(-1), z.logsumexp(-1)
 
 
-def check(got: list[torch.Tensor], theirs: list[torch.Tensor], truth: list[torch.Tensor]) -> None:
-    for ours, other, exact in zip(got, theirs, truth, strict=True):
+def check(got: list[torch.Tensor], theirs: list[torch.Tensor], truth: list[torch.Tensor], rounded: float = 0.0) -> None:
+    """``rounded``: of the weight's gradient (number 3 of the policy-loss head), by sums in bf16."""
+    for i, (ours, other, exact) in enumerate(zip(got, theirs, truth, strict=True)):
         assert torch.isfinite(ours).all()
-        assert relative(ours, exact) <= 1.25 * relative(other, exact)
+        more = rounded if i == 3 else 0.0
+        assert relative(ours, exact) <= 1.25 * (relative(other, exact) ** 2 + more**2) ** 0.5
     assert (got[0].double() - truth[0]).abs().max() < 2e-4
 
 
@@ -80,7 +82,9 @@ def test_the_policy_loss_head_in_bf16(sizes, case, fp32, backend):
         backend=backend,
     )
     (2.0 * loss).backward()  # the scale kernel
-    check([logp, entropy, *(x.grad / 2 for x in p.inputs())], both(p, usual(p)), both(exact, dense(exact)))
+    chunks = -(-sizes[0] // tokens_of_chunk(sizes[0], sizes[1], room))
+    rounded = 0.0 if fp32 else 1.7e-3 * ((chunks - 1) / 2) ** 0.5
+    check([logp, entropy, *(x.grad / 2 for x in p.inputs())], both(p, usual(p)), both(exact, dense(exact)), rounded)
 
 
 def test_gradients_over_their_logits_equal_those_beside_them():
