@@ -61,8 +61,8 @@ def policy_loss(
     is read and written once a chunk. With ``fp32_weight_gradient`` that gradient is summed over chunks in fp32 (4 more
     bytes for each of V x D), as always on a CPU; without, in the weight's own dtype. Rounding bf16 k times adds a
     relative error of 1.7e-3 sqrt((k - 1) / 2) to the 2.4e-3 of bf16 operands: None takes fp32 for more than
-    ``BF16_SUMS`` chunks. Backward can be called once. Other arguments, and what :class:`ValueError` is raised for, are those of
-    :func:`kernels.logprob.selected_logprob`.
+    ``BF16_SUMS`` chunks. Backward can be called once. Other arguments, and what :class:`ValueError` is raised for, are
+    those of :func:`kernels.logprob.selected_logprob`.
     """
     hidden_ND = replicated(hidden_ND)
     weight, bias, shard = localise(weight_VD, bias_V, mesh, vocab_size)
