@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
+import threading
+import time
 
 import numpy as np
 import torch
 
 from asyncrl.weights.digest import combined, tensor_digests
+from asyncrl.weights.subscribers import Subscribers
 from tests.e2e.rig import prompt_of, reference_logprobs
 
 
@@ -70,6 +75,45 @@ def test_requests_survive_an_update_and_each_token_has_its_version(rig):
         assert versions == sorted(versions)
         expected = mixed_logprobs(models, prompt, sample.token_ids, versions)
         assert np.abs(sample.logprobs - expected).max() < 1e-4
+
+
+@contextlib.contextmanager
+def transfer_held_open(monkeypatch):
+    """Inside, a push gets no further than its first bytes; yields an event that is set once these are staged."""
+    staged, release = threading.Event(), threading.Event()
+    move, one_at_a_time = Subscribers.move, asyncio.Lock()
+
+    async def held(self, version, offset, data, engines):
+        async with one_at_a_time:  # bytes must arrive in the order of the calls
+            if offset:
+                await asyncio.to_thread(release.wait)
+            kept = await move(self, version, offset, data, engines)
+        staged.set()
+        return kept
+
+    monkeypatch.setattr(Subscribers, "move", held)
+    try:
+        yield staged
+    finally:
+        release.set()
+
+
+def test_samples_arrive_while_bytes_are_staged(rig, monkeypatch):
+    """The engine stands still to load a version, not while its bytes are on the way."""
+    prompt, old = prompt_of(30), copy.deepcopy(rig.model)
+    rig.change(seed=5)
+    with transfer_held_open(monkeypatch) as staged:
+        rig.version += 1
+        rig.publisher.publish(rig.version)
+        assert staged.wait(30)
+        began = time.monotonic()
+        samples = rig.generate(25, 32, prompt, max_tokens=40)
+        held_s = time.monotonic() - began
+    report = rig.publisher.wait_committed(60)
+    assert report.engines == ["generator/0"] and report.version == rig.version
+    assert {v for s in samples for v in s.versions.tolist()} == {rig.version - 1}
+    assert error_under(old, prompt, samples) < 1e-4
+    assert report.transfer_s > held_s > report.pause_s
 
 
 def test_what_had_not_begun_starts_over_under_the_new_weights(rig):
