@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 from asyncrl.config.context import Place
+from asyncrl.config.data import check_data, has_heldout
 from asyncrl.config.errors import ConfigError, Problem
 from asyncrl.config.levers import check_levers
 from asyncrl.config.load import REPOSITORY
@@ -164,7 +165,7 @@ def is_loopback(host: str) -> bool:
 def check_env(config: Config) -> Iterator[Problem]:
     """Held-out items that are not training items; ``asyncrl.envs`` checks the task itself."""
     env = config.env
-    if env.kind == "function" or (config.mode == "sft" and config.sft.source == "jsonl"):
+    if env.kind == "function" or (config.mode == "sft" and config.sft.data):
         return  # no seeds: the function is told the split
     overlap = env.train_seed < env.heldout_seed + env.heldout_size and env.heldout_seed < env.train_seed + env.size
     if overlap and env.heldout_size:
@@ -185,12 +186,11 @@ def check_model(config: Config) -> Iterator[Problem]:
 
 
 def check_sft(config: Config) -> Iterator[Problem]:
-    """A file of conversations if one is wanted, and a new model whose heads divide."""
+    """A new model whose heads divide; asyncrl/config/data.py checks the sources."""
     if config.mode != "sft":
         return
-    sft, new = config.sft, config.model.new
-    if sft.source == "jsonl" and not Path(sft.path).is_file():
-        yield Problem("sft.path", f"{sft.path!r} is not a file", "give a file with one conversation a line")
+    new = config.model.new
+    yield from check_data(config)
     if not config.model.path and new.heads % new.kv_heads:
         yield Problem(
             "model.new.kv_heads",
@@ -262,7 +262,7 @@ def check_checkpoint(config: Config) -> Iterator[Problem]:
         yield Problem("checkpoint.best_by", f"mode={config.mode} does not measure {wanted.best_by}", f"{measured}")
     if not wanted.keep_best:
         return
-    if config.env.heldout_size == 0 or (config.mode == "sft" and config.sft.source == "jsonl"):
+    if not has_heldout(config):
         yield Problem("checkpoint.keep_best", "there are no held-out items to find the best by", "0, or held-out items")
     elif not every or not wanted.every:
         never = "eval.every" if not every else "checkpoint.every"

@@ -101,11 +101,30 @@ class BatchConfig:
 
 
 @dataclass
+class DataConfig:
+    """One source of examples; see docs/sft.md for the columns of each form."""
+
+    path: str = ""  # .jsonl, .json, .csv, .tsv, .parquet, or a folder of the datasets library's save_to_disk
+    # What a record is. auto: found from the columns of the first record, and said when the run starts.
+    form: Literal["auto", "messages", "sharegpt", "alpaca", "text", "preference"] = "auto"
+    weight: Above0 = 1.0  # share of the examples learnt, over the sum of all weights; each source repeats when it ends
+    columns: dict[str, str] = field(default_factory=dict)  # the form's name of a column -> the file's
+    # "package.module:function" or "path/file.py:function": a record (dict) in, a dict with messages (and rejected,
+    # tools) or text out; instead of form and columns.
+    convert: str = ""
+    split: str = ""  # of a datasets folder with several
+
+
+@dataclass
 class SftConfig:
     """What ``mode=sft`` learns. Steps, schedule, evaluation and checkpoints are those of trainer, optim, eval, ..."""
 
-    source: Literal["env", "jsonl"] = "env"  # env: training items of env with their reference answers
-    path: str = ""  # jsonl: a file with {"messages": [{"role": ..., "content": ...}, ...]} a line
+    # Empty: the training items of env with their reference answers, and its held-out items.
+    data: list[DataConfig] = field(default_factory=list)
+    heldout: list[DataConfig] = field(default_factory=list)  # never learnt; all of it is evaluated (eval.every)
+    # A record that cannot be learnt. stop: the run ends and names it. skip: it is counted (data/skipped/<reason>) and
+    # the next of its source takes its place.
+    on_error: Literal["stop", "skip"] = "stop"
     batch_size: Positive = 128  # conversations an optimizer step, all ranks together
     max_length: Positive = 1024  # tokens of a conversation; a longer one is an error, never cut
     export: str = ""  # folder that gets a copy of the last checkpoint's Hugging Face files

@@ -1,7 +1,7 @@
 """Plain values to the typed schema, reporting every unknown key and wrong type at once.
 
-Understands what the schema uses: nested dataclasses, ``int``, ``float``, ``bool``, ``str``, ``Any``, ``Literal``,
-``list[X]``, ``dict[str, X]`` and ``Annotated[X, Range(...)]``.
+Understands what the schema uses: nested dataclasses, also in lists, ``int``, ``float``, ``bool``, ``str``, ``Any``,
+``Literal``, ``list[X]``, ``dict[str, X]`` and ``Annotated[X, Range(...)]``.
 """
 
 from __future__ import annotations
@@ -125,6 +125,9 @@ def _value(hint: Any, value: Any, key: str, problems: list[Problem]) -> Any:
         return {str(name): _value(get_args(hint)[1], item, f"{key}.{name}", problems) for name, item in value.items()}
     if hint is Any:
         return value
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        return _dataclass(hint, value, f"{key}.", problems, known_keys(hint, f"{key}."))
     return _scalar(origin or hint, value, key, problems)
 
 

@@ -1,59 +1,76 @@
-"""Training conversations by number, in an order that depends on the seed alone.
-
-Two sources: the training items of an environment with their reference answers, and a JSONL file with one
-``{"messages": [{"role": ..., "content": ...}, ...]}`` a line.
-"""
+"""Examples by number: of the training items of an environment with their reference answers, or of a file."""
 
 from __future__ import annotations
 
-import functools
-import json
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
-from asyncrl.config.schema import Config
-from asyncrl.data.errors import DataError
+from asyncrl.config.schema import DataConfig, EnvConfig
+from asyncrl.data.converter import Converter
+from asyncrl.data.errors import DataError, SourceError
+from asyncrl.data.example import Example
+from asyncrl.data.forms import Shape, detect, shape_of
+from asyncrl.data.records import Records
 from asyncrl.envs import Env, load_env
 
 
 class Corpus(Protocol):
-    """Conversations; ``conversation(i)`` is the same whenever it is asked for."""
+    """``blocks``: sizes of the runs of examples that lie together in the file; empty where any is as near."""
+
+    name: str
+    blocks: Sequence[int]
 
     def __len__(self) -> int: ...
 
-    def conversation(self, index: int) -> tuple[str, list[dict[str, str]]]:
-        """(its place for errors, its messages). Raises ``DataError`` when it cannot be used."""
+    def example(self, index: int) -> Example:
+        """The same whenever it is asked for. Raises ``DataError`` when it cannot be used."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the examples, JSON-able; a resumed run must find the same."""
+        ...
+
+    def __str__(self) -> str:
+        """What was found, for the user."""
         ...
 
 
 class EnvCorpus:
     """Items of one split, each followed by its reference answer, if the task's own scorer gives that full marks."""
 
-    def __init__(self, env: Env) -> None:
-        self._env = env
+    blocks: Sequence[int] = ()
+
+    def __init__(self, env: Env, name: str = "env") -> None:
+        self._env, self.name = env, name
 
     def __len__(self) -> int:
         return len(self._env)
 
-    def conversation(self, index: int) -> tuple[str, list[dict[str, str]]]:
+    def __str__(self) -> str:
+        return f"{self.name}: {len(self)} items with their reference answers"
+
+    def identity(self) -> dict[str, Any]:
+        return {"records": len(self), "content": self._env.fingerprint()}
+
+    def example(self, index: int) -> Example:
         item = self._env.item(index)
         answer = reference_answer(item.entry)
         if not isinstance(answer, str):
             raise DataError(
                 item.item_id,
                 f"the task gives no reference answer (found {answer!r:.60})",
-                "choose a task that has one, or write the conversations to a file and use sft.source=jsonl",
+                "choose a task that has one, or write the conversations to a file and name it in sft.data",
+                "answer",
             )
         score = self._env.score(answer, item.entry)
         if score < 1.0:
             raise DataError(
                 item.item_id,
                 f"the reference answer {answer!r:.60} scores {score:g}",
-                "only right answers are taught: choose another task, or use sft.source=jsonl",
+                "only right answers are taught: choose another task, or name a file in sft.data",
+                "answer",
             )
-        return item.item_id, [*item.messages, {"role": "assistant", "content": answer}]
+        return Example(item.item_id, [*item.messages, {"role": "assistant", "content": answer}])
 
 
 def reference_answer(entry: dict[str, Any]) -> Any:
@@ -61,54 +78,50 @@ def reference_answer(entry: dict[str, Any]) -> Any:
     return entry["answer"] if "answer" in entry else entry.get("data", {}).get("answer")
 
 
-class JsonlCorpus:
-    """A file of conversations, read once and checked line by line."""
+class FileCorpus:
+    """Records of a file, each in the form that the configuration states or the first record shows."""
 
-    def __init__(self, path: str) -> None:
-        """Raises ``DataError`` for a missing or empty file."""
-        self._name = path
-        if not path or not Path(path).is_file():
-            raise DataError("sft.path", f"{path!r} is not a file", "give a file with one JSON object a line")
-        self._lines = [line for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
-        if not self._lines:
-            raise DataError(path, "holds no conversation", 'write one {"messages": [...]} a line')
+    def __init__(self, records: Records, source: DataConfig, digest: str, key: str) -> None:
+        """``key`` is that of ``source``, for errors. Raises ``SourceError``."""
+        self._records, self._digest = records, digest
+        self.name, self.blocks = source.path, records.blocks
+        self._maker: Shape | Converter
+        if source.convert:
+            self._maker = Converter(source.convert, f"{key}.convert")
+        elif source.form == "auto":
+            self._maker = self._detect()
+        else:
+            self._maker = shape_of(source.form, source.columns)
+
+    def _detect(self) -> Shape:
+        """Of the first record that can be read."""
+        first: DataError | None = None
+        for index in range(min(100, len(self))):
+            try:
+                return detect(self._records.record(index), self._records.place(index))
+            except SourceError:
+                raise
+            except DataError as error:
+                first = first or error
+        assert first is not None, "a source without records is refused when it is opened"
+        raise SourceError(self.name, "none of its first records can be read, so their form is unknown", str(first))
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._records)
 
-    def conversation(self, index: int) -> tuple[str, list[dict[str, str]]]:
-        place = f"{self._name} conversation {index + 1}"
-        remedy = 'write {"messages": [{"role": "user", "content": "..."}, ...]}'
-        try:
-            messages = json.loads(self._lines[index])["messages"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(place, f"is not a conversation: {type(error).__name__}: {error}", remedy) from error
-        if not isinstance(messages, list) or not all(map(_is_message, messages)):
-            raise DataError(place, f"messages is {messages!r:.80}", remedy)
-        return place, messages
+    def __str__(self) -> str:
+        return f"{self.name}: {len(self)} records, {self._maker}"
 
+    def identity(self) -> dict[str, Any]:
+        made = self._maker
+        how = {"convert": made.identity()} if isinstance(made, Converter) else {"form": str(made)}
+        return {"records": len(self), "content": f"sha256 {self._digest}", **how}
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    def example(self, index: int) -> Example:
+        return self._maker.example(self._records.record(index), self._records.place(index))
 
 
-def open_corpus(cfg: Config, split: str = "train") -> Corpus | None:
-    """The source that ``sft`` names. Held-out conversations exist only for an environment: None without."""
-    if cfg.sft.source == "jsonl":
-        return JsonlCorpus(cfg.sft.path) if split == "train" else None
-    env = load_env(cfg.env, split)
-    return EnvCorpus(env) if len(env) else None
-
-
-def batch_indices(total: int, step: int, size: int, seed: int) -> list[int]:
-    """Numbers of the ``size`` conversations of 0-based ``step``: each epoch is a new permutation, cut without a gap.
-
-    A function of its arguments, so that a resumed run goes on with the same data.
-    """
-    first = step * size
-    return [int(_permutation(total, seed, number // total)[number % total]) for number in range(first, first + size)]
-
-
-@functools.lru_cache(maxsize=2)
-def _permutation(total: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(total)
+def env_corpus(env: EnvConfig, split: str) -> EnvCorpus | None:
+    """The items of ``split``; None without any."""
+    found = load_env(env, split)
+    return EnvCorpus(found, f"env ({split})") if len(found) else None

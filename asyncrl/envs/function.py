@@ -25,7 +25,7 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +34,8 @@ from asyncrl.config.schema import EnvConfig
 from asyncrl.envs.types import EnvError, Item, Split, as_number
 
 KEY = "env.function"
+_CALLS = (("train", 0), ("train", 0, "completion"))
+_FORM = "def task(split, index, completion=None)"
 _EXAMPLE = "write package.module:function or path/to/file.py:function"
 ROLES = ("system", "user", "assistant")
 
@@ -77,49 +79,51 @@ class FunctionEnv:
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
 
-def find_function(name: str) -> Callable[..., Any]:
-    """The function that ``name`` names, imported.
+def find_function(
+    name: str, key: str = KEY, calls: Sequence[tuple[Any, ...]] = _CALLS, form: str = _FORM
+) -> Callable[..., Any]:
+    """The function that ``name``, the value of ``key``, names, imported. It takes the arguments of all ``calls``.
 
-    Raises ``EnvError`` saying what about the name, the module or the function is wrong.
+    Raises ``EnvError`` saying what about the name, the module or the function is wrong; ``form`` is how to write it.
     """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
-        raise EnvError(KEY, f"{name!r} names no function" if name else "is empty, but env.kind is function", _EXAMPLE)
-    module = _import(place)
+        raise EnvError(key, f"{name!r} names no function" if name else "is empty, but env.kind is function", _EXAMPLE)
+    module = _import(place, key)
     function = getattr(module, attribute, None)
     if function is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         near = difflib.get_close_matches(attribute, names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"functions there: {', '.join(names) or 'none'}"
-        raise EnvError(KEY, f"{place} has no {attribute}", hint)
+        raise EnvError(key, f"{place} has no {attribute}", hint)
     if not callable(function):
-        raise EnvError(KEY, f"{name} is a {type(function).__name__}, not a function", _EXAMPLE)
-    _check_signature(function, name)
+        raise EnvError(key, f"{name} is a {type(function).__name__}, not a function", _EXAMPLE)
+    _check_signature(function, name, key, calls, form)
     return function
 
 
-def _import(place: str) -> ModuleType:
+def _import(place: str, key: str) -> ModuleType:
     try:
-        return _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        return _import_file(Path(place), key) if place.endswith(".py") else importlib.import_module(place)
     except EnvError:
         raise
     except ModuleNotFoundError as error:
         if error.name and (place == error.name or place.startswith(f"{error.name}.")):
             raise EnvError(
-                KEY,
+                key,
                 f"there is no module {error.name}",
                 "put its folder on PYTHONPATH, or give the file: path/to/file.py:function",
             ) from error
-        raise EnvError(KEY, f"importing {place} failed: {error}", f"install or add {error.name}") from error
+        raise EnvError(key, f"importing {place} failed: {error}", f"install or add {error.name}") from error
     except Exception as error:
-        raise EnvError(KEY, f"importing {place} failed: {type(error).__name__}: {error}", "mend the module") from error
+        raise EnvError(key, f"importing {place} failed: {type(error).__name__}: {error}", "mend the module") from error
 
 
-def _import_file(path: Path) -> ModuleType:
+def _import_file(path: Path, key: str) -> ModuleType:
     """A file as a module named after its full path; its own folder is importable, as when Python runs it."""
     path = path.resolve()
     if not path.is_file():
-        raise EnvError(KEY, f"there is no file {path}", "the path is relative to the folder the run is started in")
+        raise EnvError(key, f"there is no file {path}", "the path is relative to the folder the run is started in")
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -137,19 +141,21 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _check_signature(function: Callable[..., Any], name: str) -> None:
+def _check_signature(
+    function: Callable[..., Any], name: str, key: str, calls: Sequence[tuple[Any, ...]], form: str
+) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have none; calling will tell
         return
-    for arguments in (("train", 0), ("train", 0, "completion")):
+    for arguments in calls:
         try:
             signature.bind(*arguments)
         except TypeError as error:
             raise EnvError(
-                KEY,
+                key,
                 f"{name}{signature} cannot be called with {len(arguments)} arguments: {error}",
-                "write def task(split, index, completion=None)",
+                f"write {form}",
             ) from error
 
 

@@ -13,12 +13,13 @@ same machine writes the same bytes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.context import RunContext
 from asyncrl.config.errors import RunFailed
@@ -26,8 +27,10 @@ from asyncrl.config.schema import Config
 from asyncrl.data.errors import DataError
 
 if TYPE_CHECKING:
-    from asyncrl.data.chat import Conversation, Tokenizer
+    from asyncrl.data.chat import Conversation
     from asyncrl.data.corpus import Corpus
+    from asyncrl.data.example import Example
+    from asyncrl.data.mixture import Mixture
     from asyncrl.report.reporter import Reporter
     from asyncrl.report.summary import Ended
     from asyncrl.training.metrics import StepReport
@@ -63,35 +66,42 @@ def run(cfg: Config, context: RunContext) -> None:
 def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> None:
     from transformers import AutoTokenizer
 
-    from asyncrl.data.corpus import batch_indices, open_corpus
+    from asyncrl.data.chat import encode
+    from asyncrl.data.opening import open_data
     from asyncrl.training import checkpoint
     from asyncrl.training.keeping import keep_of
     from asyncrl.training.opening import open_trainer
     from asyncrl.training.sft import SftTrainer
 
     checkpoints = context.run_dir / "checkpoints"
-    corpus, heldout = open_corpus(cfg, "train"), open_corpus(cfg, "heldout")
-    assert corpus is not None, "both sources have training conversations"
+    data, heldout = open_data(cfg, context)
+    if reporter is not None:
+        for corpus in (*data.corpora, *heldout):
+            reporter.event(f"data: {corpus}")
     if not cfg.model.path:
-        cfg = with_new_model(cfg, context, corpus)
-    trainer = open_trainer(cfg, context, SftTrainer, data_of(cfg, len(corpus)))
+        cfg = with_new_model(cfg, context, data.corpora[0])
+    trainer = open_trainer(cfg, context, SftTrainer, data_of(cfg, data))
+    if trainer.position:
+        data.seek(trainer.position)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
-    unseen = encoded(heldout, tokenizer, range(len(heldout)), cfg) if heldout else []
+
+    def encoded(example: Example) -> Conversation:
+        return encode(tokenizer, conversation_of(example), cfg.sft.max_length, example.place)
+
+    unseen = encoded_heldout(heldout, encoded, cfg, reporter)
     if reporter is not None:
         reporter.start_training()
     if trainer.version == 0:
         evaluate(trainer, unseen, reporter)
     while trainer.version < cfg.trainer.steps:
-        indices = batch_indices(len(corpus), trainer.version, cfg.sft.batch_size, cfg.seed)
         trainer.saves.check()
-        report = trainer.learn(encoded(corpus, tokenizer, indices, cfg))
+        report = trainer.learn(data.take(cfg.sft.batch_size, encoded))
         if reporter is not None:
-            reporter.step({"step": report.version, **measured(report), **trainer.saves.metrics()})
+            reporter.step({"step": report.version, **measured(report), **data.metrics(), **trainer.saves.metrics()})
         if due(trainer.version, cfg.eval.every, cfg):
             evaluate(trainer, unseen, reporter)
         if due(trainer.version, cfg.checkpoint.every, cfg):
-            position = position_of(cfg, len(corpus), trainer.version)
-            checkpoint.begin(trainer, checkpoints, keep_of(cfg, context.run_dir), position)
+            checkpoint.begin(trainer, checkpoints, keep_of(cfg, context.run_dir), data.position())
     trainer.saves.close()
     if cfg.sft.export and context.rank == 0:
         export(checkpoints, Path(cfg.sft.export))
@@ -102,20 +112,9 @@ def due(step: int, every: int, cfg: Config) -> bool:
     return step == cfg.trainer.steps or (every > 0 and step % every == 0)
 
 
-def data_of(cfg: Config, conversations: int) -> dict[str, str | int]:
-    """What decides which conversations a step learns: with another value a resumed run would learn other ones."""
-    return {
-        "conversations": conversations,
-        "sft.source": cfg.sft.source,
-        "sft.batch_size": cfg.sft.batch_size,
-        "seed": cfg.seed,
-    }
-
-
-def position_of(cfg: Config, conversations: int, version: int) -> dict[str, int]:
-    """The pass over the data that the next step begins in, and how many of its conversations have been learnt."""
-    epoch, learnt = divmod(version * cfg.sft.batch_size, conversations)
-    return {"epoch": epoch, "conversations": learnt}
+def data_of(cfg: Config, data: Mixture) -> dict[str, Any]:
+    """What decides which examples a step learns: with another value a resumed run would learn other ones."""
+    return {**data.identity(), "sft.batch_size": cfg.sft.batch_size, "seed": cfg.seed}
 
 
 def with_new_model(cfg: Config, context: RunContext, corpus: Corpus) -> Config:
@@ -137,8 +136,7 @@ def write_new_model(cfg: Config, corpus: Corpus, folder: Path) -> None:
 
     from asyncrl.data.tokenizer import build_tokenizer
 
-    conversations = [corpus.conversation(i)[1] for i in range(min(TOKENIZER_TEXTS, len(corpus)))]
-    tokenizer = build_tokenizer([messages[0]["content"] for messages in conversations])
+    tokenizer = build_tokenizer(first_texts(corpus))
     new = cfg.model.new
     torch.manual_seed(cfg.seed)
     model = Qwen3ForCausalLM(
@@ -166,15 +164,34 @@ def write_new_model(cfg: Config, corpus: Corpus, folder: Path) -> None:
     temporary.rename(folder)
 
 
-def encoded(corpus: Corpus, tokenizer: Tokenizer, indices: Iterable[int], cfg: Config) -> list[Conversation]:
-    """Conversations of ``corpus`` as tokens. Raises ``DataError`` for one that cannot be learnt."""
-    from asyncrl.data.chat import encode
+def first_texts(corpus: Corpus) -> list[str]:
+    """What the first ``TOKENIZER_TEXTS`` examples begin with; bad ones are left to their turn in the data."""
+    texts = []
+    for index in range(min(TOKENIZER_TEXTS, len(corpus))):
+        with contextlib.suppress(DataError):
+            example = corpus.example(index)
+            texts.append(example.messages[0]["content"] if example.messages else example.text or "")
+    return texts
 
-    found = []
-    for index in indices:
-        place, messages = corpus.conversation(index)
-        found.append(encode(tokenizer, messages, cfg.sft.max_length, place))
-    return found
+
+def conversation_of(example: Example) -> list[dict[str, Any]]:
+    """Raises ``DataError`` for what this loop does not learn."""
+    if example.messages is None or example.rejected is not None:
+        raise DataError(example.place, "is no conversation", "give messages", "form")
+    return example.messages
+
+
+def encoded_heldout(
+    heldout: list[Corpus], encoded: Callable[[Example], Conversation], cfg: Config, reporter: Reporter | None
+) -> list[Conversation]:
+    """All of ``heldout`` as tokens; what is left out is said."""
+    from asyncrl.data.opening import examples
+
+    unseen, left_out = examples(heldout, encoded, cfg.sft.on_error == "skip")
+    if left_out and reporter is not None:
+        counts = ", ".join(f"{reason} {number}" for reason, number in sorted(left_out.items()))
+        reporter.event(f"{sum(left_out.values())} held-out examples are left out ({counts})", warning=True)
+    return unseen
 
 
 def evaluate(trainer: SftTrainer, unseen: list[Conversation], reporter: Reporter | None) -> None:

@@ -66,6 +66,11 @@ LEARNING = (
     M("sample/empty", "count", "samples of zero tokens (no gradient)"),
 )
 
+DATA = (
+    M("data/skipped", "count", "mode sft: records passed over because they cannot be learnt", total=True),
+    M("data/skipped/*", "count", "the same by reason", total=True),
+)
+
 TRAINING = (
     M("train/loss", "1", "loss over the global batch: the policy loss, in mode sft the mean negative log-likelihood"),
     M(
@@ -162,6 +167,7 @@ MACHINE = (
 SECTIONS = {
     "Axes": AXES,
     "Learning": LEARNING,
+    "Data": DATA,
     "Training step": TRAINING,
     "Staleness, tokens and groups": FLOW,
     "Time and machine": MACHINE,

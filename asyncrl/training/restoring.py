@@ -134,6 +134,7 @@ def _install(trainer: Trainer, manifest: dict[str, Any], staged: dict[str, Tenso
                 state[kind] = torch.zeros_like(p, dtype=tensor.dtype)
                 local(state[kind]).copy_(tensor)
     trainer.version = manifest["version"]
+    trainer.position = manifest["data"]["position"]
     trainer.skipped.clear()
     trainer.skipped.update(manifest["skipped"])
     trainer.load_update_state(manifest["update"])

@@ -62,6 +62,7 @@ class Trainer:
         self.skipped: Counter[str] = Counter()
         # What the run's position counts in, JSON-able; a checkpoint of other data is refused.
         self.data: dict[str, Any] = {}
+        self.position: dict[str, Any] = {}  # where in it the checkpoint was that this trainer was restored from
         self.saves = Saver(self.mesh, self.cfg.checkpoint.copies, self.cfg.deadline.checkpoint_s)
         self.partial_steps = 0  # steps that updated only a part of the model
         self._clip_state: dict[str, Any] = {}  # of a checkpoint, kept for a run that clips by it again

@@ -35,6 +35,7 @@ def test_values_reach_nested_keys():
     [
         ({"optim": {"leraning_rate": 1}}, "optim.leraning_rate", "keys here: optim.lr"),
         ({"optim": {"warmup_step": 1}}, "optim.warmup_step", "did you mean optim.warmup_steps?"),
+        ({"sft": {"data": [{}, {"pth": "a"}]}}, "sft.data[1].pth", "did you mean sft.data[1].path?"),
         ({"lr": 1}, "lr", "did you mean optim.lr?"),  # the right name in the wrong place
         ({"trainer": {"threads_": 1}}, "trainer.threads_", "did you mean trainer.threads"),
         ({"samplng": {}}, "samplng", "did you mean sampling"),
@@ -57,6 +58,9 @@ def test_unknown_key_names_the_nearest(values, key, remedy):
         ({"batch": {"groups": None}}, "batch.groups", "None is not a whole number"),
         ({"batch": 3}, "batch", "is a group of keys, not 3"),
         ({"batch": {"groups": 0}}, "batch.groups", "0 is out of range"),
+        ({"sft": {"data": ["a.jsonl"]}}, "sft.data[0]", "is a group of keys, not 'a.jsonl'"),
+        ({"sft": {"data": [{"weight": 0}]}}, "sft.data[0].weight", "0.0 is out of range"),
+        ({"sft": {"data": [{"form": "chatml"}]}}, "sft.data[0].form", "'chatml' is not a choice"),
         ({"optim": {"lr": "fast"}}, "optim.lr", "'fast' is not a number"),
         ({"optim": {"lr": float("nan")}}, "optim.lr", "nan is out of range"),
         ({"optim": {"beta1": 1.0}}, "optim.beta1", "1.0 is out of range"),

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.context import Place, RunContext
 from asyncrl.config.errors import RunFailed
-from asyncrl.config.schema import Config, EnvConfig, NewModelConfig
+from asyncrl.config.schema import Config, DataConfig, EnvConfig, NewModelConfig
 from asyncrl.data.corpus import EnvCorpus
 from asyncrl.modes import sft
 from asyncrl.report.metrics import read_metrics
@@ -120,9 +120,10 @@ def test_row_8_resumed_at_any_step(saved_at_every_step, tmp_path, monkeypatch, s
         if int(name[5:]) > saved:
             shutil.rmtree(folder / "checkpoints" / name)
     position = json.loads((folder / "checkpoints" / f"step_{saved:06d}" / "manifest.json").read_text())["data"]
-    assert position["position"] == {"batches": saved, "epoch": saved // 2, "conversations": 16 * (saved % 2)}
-    asked, conversation = [], EnvCorpus.conversation
-    monkeypatch.setattr(EnvCorpus, "conversation", lambda self, i: asked.append(i) or conversation(self, i))
+    learnt = [16 * saved]
+    assert position["position"] == {"batches": saved, "drawn": learnt, "given": learnt, "skipped": {}}
+    asked, example = [], EnvCorpus.example
+    monkeypatch.setattr(EnvCorpus, "example", lambda self, i: asked.append(i) or example(self, i))
     cfg = every_step(8)
     cfg.resume = str(folder)
     run(cfg, folder)
@@ -186,13 +187,13 @@ def test_a_full_disk_ends_the_run_with_the_reason_and_the_checkpoint_before_is_g
 def test_data_that_the_template_cannot_render_ends_the_run_with_its_reason(tmp_path):
     data = tmp_path / "talk.jsonl"
     good = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "b"}]
-    bad = [{"role": "tool", "content": "c"}, *good]
+    bad = [{"role": "developer", "content": "c"}, *good]
     data.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in [good] * 5 + [bad]))
-    cfg = settings(source="jsonl", path=str(data))
-    with pytest.raises(RunFailed, match=r"talk\.jsonl conversation 6: the chat template cannot render it"):
+    cfg = settings(data=[DataConfig(path=str(data))])
+    with pytest.raises(RunFailed, match=r"talk\.jsonl line 6: the chat template cannot render it"):
         run(cfg, tmp_path / "run")
     summary = read_summary(tmp_path / "run" / "summary.json")
-    assert summary.ended == "failed" and "conversation 6" in summary.reason
+    assert summary.ended == "failed" and "line 6" in summary.reason
 
 
 def test_the_command_on_two_ranks_learns_what_one_rank_learns(tmp_path):
