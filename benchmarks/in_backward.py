@@ -268,7 +268,7 @@ def main() -> int:
     figures: dict[str, Any] = {}
     claims: list[Claim] = []
     for name, shape in shapes.items():
-        steps = 20 if shape is not SMALL else 5 if options.quick else 40
+        steps = 12 if shape is not SMALL else 5 if options.quick else 40
         figures[name] = of_shape(name, shape, device, steps)
         claims += compare(name, figures[name], on_gpu)
     if on_gpu:
@@ -282,20 +282,20 @@ def main() -> int:
 
 
 def of_shape(name: str, shape: Shape, device: torch.device, steps: int) -> dict[str, Any]:
-    """Figures of every case by name; two micro-batches, whose states are fp32, for one large shape and few tokens."""
-    few = replace(shape, **FEW) if device.type == "cuda" else shape
-    groups = [(CASES[:3], shape)] if shape is LLAMA_3 else [(CASES[:3], shape), (CASES[3:], few)]
+    """Figures of every case by name; two micro-batches, whose states are fp32, for the small shape only."""
+    large = shape is not SMALL
+    few = replace(shape, **FEW) if large else shape
     figures: dict[str, Any] = {"shape": asdict(shape)}
     print(name)
-    for group, batch in groups:
-        found = measure(group, batch, device, steps)
+    for group in [CASES[:3]] if large else [CASES[:3], CASES[3:]]:
+        found = measure(group, shape, device, steps)
         for case, facts in zip(group, found, strict=True):
             peak = ""
             if device.type == "cuda":
                 facts["peak_bytes"] = peak_bytes(case, few, device)
                 peak = f"{facts['peak_bytes'] / 2**30:7.2f} GiB peak"
-            if batch is not few:
-                facts["peak_bytes_of_many"] = peak_bytes(case, batch, device)
+            if large:
+                facts["peak_bytes_of_many"] = peak_bytes(case, shape, device)
                 peak += f" ({facts['peak_bytes_of_many'] / 2**30:.2f} with all tokens)"
             figures[case.name] = facts
             share = facts["gradient_peak_bytes"] / facts["gradient_bytes"]
@@ -319,7 +319,7 @@ def compare(name: str, figures: dict[str, Any], on_gpu: bool) -> list[Claim]:
             whole, largest = ours["gradient_bytes"], ours["largest_bytes"]
             claims.append(at_least(f"{name}: peak memory saved, of the gradient, {which}", saved / whole, 1.0))
             left = f"{name}: the same, of the gradient less its largest part, {which}"
-            claims.append(at_least(left, saved / (whole - largest), 0.95))
+            claims.append(at_least(left, saved / (whole - largest), 0.9))
         else:
             saved = (peer["gradient_peak_bytes"] - ours["gradient_peak_bytes"]) / ours["gradient_bytes"]
             claims.append(at_least(f"{name}: gradient memory saved, of its size, {which}", saved, 0.5))

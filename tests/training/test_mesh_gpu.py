@@ -75,7 +75,7 @@ def test_offloaded_activations_change_nothing(path, world_of_one, recompute, mon
         )
         for on in (False, True)
     ]
-    assert np.array_equal(*found)
+    assert relative(*found) < 1e-6  # sums of the same kernels in any order; reused memory would show as garbage
 
 
 def test_weights_and_optimizer_in_host_memory(path, world_of_one):
