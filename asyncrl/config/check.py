@@ -186,11 +186,17 @@ def check_model(config: Config) -> Iterator[Problem]:
 
 
 def check_sft(config: Config) -> Iterator[Problem]:
-    """A new model whose heads divide; asyncrl/config/data.py checks the sources."""
+    """Examples that fit, and a new model whose heads divide; asyncrl/config/data.py checks the sources."""
     if config.mode != "sft":
         return
-    new = config.model.new
+    sft, new = config.sft, config.model.new
     yield from check_data(config)
+    if sft.max_length > config.trainer.token_budget:
+        yield Problem(
+            "sft.max_length",
+            f"{sft.max_length} tokens fit in no micro-batch of trainer.token_budget={config.trainer.token_budget}",
+            f"trainer.token_budget={sft.max_length}, or a smaller sft.max_length with sft.too_long=skip, cut or split",
+        )
     if not config.model.path and new.heads % new.kv_heads:
         yield Problem(
             "model.new.kv_heads",

@@ -74,7 +74,7 @@ class EnvConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """GRPO's choices. Ratio is trainer log-prob over the engine's (behaviour) log-prob."""
+    """GRPO's choices; ``loss_head`` is for mode sft too. Ratio is trainer log-prob over the engine's (behaviour)."""
 
     advantage: Literal["group_norm", "group_mean"] = "group_norm"  # (R - mean)/(std + eps) | R - mean
     advantage_eps: NonNegative = 1e-6
@@ -126,7 +126,13 @@ class SftConfig:
     # the next of its source takes its place.
     on_error: Literal["stop", "skip"] = "stop"
     batch_size: Positive = 128  # conversations an optimizer step, all ranks together
-    max_length: Positive = 1024  # tokens of a conversation; a longer one is an error, never cut
+    # Which tokens are targets. assistant: the assistant's messages, but those with "weight": 0 | last: its last message
+    # | all: every token, the user's too. Of plain text every token is.
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    max_length: Annotated[int, Range(2)] = 1024  # tokens of an example, of each side of a preference
+    # A longer one is an error | skip: left out | cut: its first max_length tokens | split: pieces of that length, each
+    # without what came before; no preference can be split. Nothing is added at a cut. Counted as sample/skipped, ...
+    too_long: Literal["error", "skip", "cut", "split"] = "error"
     export: str = ""  # folder that gets a copy of the last checkpoint's Hugging Face files
 
 

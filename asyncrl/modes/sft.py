@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,11 @@ from asyncrl.config.schema import Config
 from asyncrl.data.errors import DataError
 
 if TYPE_CHECKING:
-    from asyncrl.data.chat import Conversation
     from asyncrl.data.corpus import Corpus
     from asyncrl.data.example import Example
+    from asyncrl.data.lengths import Encoded
     from asyncrl.data.mixture import Mixture
+    from asyncrl.data.tokens import Conversation
     from asyncrl.report.reporter import Reporter
     from asyncrl.report.summary import Ended
     from asyncrl.training.metrics import StepReport
@@ -67,6 +68,7 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> None:
     from transformers import AutoTokenizer
 
     from asyncrl.data.chat import encode
+    from asyncrl.data.lengths import fates
     from asyncrl.data.opening import open_data
     from asyncrl.training import checkpoint
     from asyncrl.training.keeping import keep_of
@@ -85,8 +87,8 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> None:
         data.seek(trainer.position)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
 
-    def encoded(example: Example) -> Conversation:
-        return encode(tokenizer, conversation_of(example), cfg.sft.max_length, example.place)
+    def encoded(example: Example) -> Encoded[Conversation]:
+        return encode(tokenizer, example, cfg.sft)
 
     unseen = encoded_heldout(heldout, encoded, cfg, reporter)
     if reporter is not None:
@@ -95,9 +97,11 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> None:
         evaluate(trainer, unseen, reporter)
     while trainer.version < cfg.trainer.steps:
         trainer.saves.check()
-        report = trainer.learn(data.take(cfg.sft.batch_size, encoded))
+        examples = data.take(cfg.sft.batch_size, encoded)
+        report = trainer.learn(samples_of(examples))
         if reporter is not None:
-            reporter.step({"step": report.version, **measured(report), **data.metrics(), **trainer.saves.metrics()})
+            figures = {**measured(report), **fates(examples), **data.metrics(), **trainer.saves.metrics()}
+            reporter.step({"step": report.version, **figures})
         if due(trainer.version, cfg.eval.every, cfg):
             evaluate(trainer, unseen, reporter)
         if due(trainer.version, cfg.checkpoint.every, cfg):
@@ -174,24 +178,23 @@ def first_texts(corpus: Corpus) -> list[str]:
     return texts
 
 
-def conversation_of(example: Example) -> list[dict[str, Any]]:
-    """Raises ``DataError`` for what this loop does not learn."""
-    if example.messages is None or example.rejected is not None:
-        raise DataError(example.place, "is no conversation", "give messages", "form")
-    return example.messages
-
-
 def encoded_heldout(
-    heldout: list[Corpus], encoded: Callable[[Example], Conversation], cfg: Config, reporter: Reporter | None
+    heldout: list[Corpus], encoded: Callable[[Example], Encoded[Conversation]], cfg: Config, reporter: Reporter | None
 ) -> list[Conversation]:
-    """All of ``heldout`` as tokens; what is left out is said."""
+    """All of ``heldout`` as tokens; what is left out or cut is said."""
+    from asyncrl.data.lengths import fates
     from asyncrl.data.opening import examples
 
-    unseen, left_out = examples(heldout, encoded, cfg.sft.on_error == "skip")
-    if left_out and reporter is not None:
-        counts = ", ".join(f"{reason} {number}" for reason, number in sorted(left_out.items()))
-        reporter.event(f"{sum(left_out.values())} held-out examples are left out ({counts})", warning=True)
-    return unseen
+    found, left_out = examples(heldout, encoded, cfg.sft.on_error == "skip")
+    said = left_out | {key.removeprefix("sample/"): number for key, number in fates(found).items() if number}
+    if said and reporter is not None:
+        counts = ", ".join(f"{reason} {number}" for reason, number in sorted(said.items()))
+        reporter.event(f"{sum(said.values())} held-out examples are left out, cut or split ({counts})", warning=True)
+    return samples_of(found)
+
+
+def samples_of(examples: Iterable[Encoded[Conversation]]) -> list[Conversation]:
+    return [sample for example in examples for sample in example.samples]
 
 
 def evaluate(trainer: SftTrainer, unseen: list[Conversation], reporter: Reporter | None) -> None:
@@ -205,6 +208,7 @@ def evaluate(trainer: SftTrainer, unseen: list[Conversation], reporter: Reporter
 def measured(report: StepReport) -> dict[str, float | str]:
     """A step's figures under their declared keys; those of reinforcement learning are left out."""
     kept = {"loss", "grad_norm", "lr", "tokens", "samples", "skipped"}
+    kept |= {"micro_batches", "padding_share", "packing_efficiency"}
     kept |= {"clip_scale", "guarded_units", "partial_units", "partial_total"}  # of optim.in_backward
     return {key: value for key, value in report.metrics().items() if key.removeprefix("train/") in kept}
 

@@ -64,6 +64,9 @@ LEARNING = (
     M("sample/length_max", "tokens", "longest completion of the step"),
     M("sample/truncated_share", "share", "samples that the engine ended at max_tokens"),
     M("sample/empty", "count", "samples of zero tokens (no gradient)"),
+    M("sample/cut", "count", "mode sft: examples of the step that were cut to sft.max_length tokens"),
+    M("sample/split", "count", "mode sft: examples that were split into pieces of that length"),
+    M("sample/skipped", "count", "mode sft: longer ones left out, or cut before the first learnt token"),
 )
 
 DATA = (
@@ -94,6 +97,11 @@ TRAINING = (
     M("train/samples", "count", "samples in this step's loss"),
     M("train/micro_batches", "count", "micro-batches a rank"),
     M("train/padding_share", "share", "positions computed that hold no token"),
+    M(
+        "train/packing_efficiency",
+        "share",
+        "mode sft: tokens of the step over what its micro-batches hold (ranks x micro-batches x trainer.token_budget)",
+    ),
     M("train/skipped", "text", "reason why the step left the weights unchanged; absent when it did not"),
     M("train/skipped_total", "count", "skipped steps", total=True),
     M("train/clip_scale", "share", "what delayed clipping multiplied the loss by"),

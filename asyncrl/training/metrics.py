@@ -43,6 +43,7 @@ class StepReport:
     floor_max: float | None = None
     floor_tokens: int = 0
     padding_share: float = 0.0  # attention positions that hold no token
+    packing_efficiency: float | None = None  # tokens over what the micro-batches hold; None: not this trainer's
     tokens: int = 0
     samples: int = 0
     micro_batches: int = 0
@@ -76,6 +77,7 @@ class StepReport:
             "train/samples": self.samples,
             "train/micro_batches": self.micro_batches,
             "train/padding_share": self.padding_share,
+            "train/packing_efficiency": self.packing_efficiency,
             "train/skipped": self.skipped,
             "train/clip_scale": self.clip_scale,
             "train/guarded_units": self.guarded_units,

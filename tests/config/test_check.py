@@ -210,6 +210,14 @@ def test_the_best_checkpoint_needs_evaluations(make, tmp_path, changes, expected
     assert keys(make(**{"trainer.steps": 60} | changes)) == expected
 
 
+def test_an_example_fits_into_a_micro_batch(make, tmp_path):
+    (tmp_path / "asyncrl" / "modes" / "sft.py").touch()
+    budget = {"trainer.token_budget": 4096}
+    assert keys(make(**SFT | budget | {"sft.max_length": 4096})) == []
+    assert keys(make(**SFT | budget | {"sft.max_length": 4097})) == ["sft.max_length"]
+    assert keys(make(**budget | {"sft.max_length": 4097})) == [], "of no concern to grpo"
+
+
 def test_ranks_of_other_machines_need_an_address_that_they_reach(make, tmp_path):
     across = {"world_size": 4, "local_world_size": 2}
     assert keys(make(), **across) == ["transport.host"]

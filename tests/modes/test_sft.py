@@ -196,6 +196,20 @@ def test_data_that_the_template_cannot_render_ends_the_run_with_its_reason(tmp_p
     assert summary.ended == "failed" and "line 6" in summary.reason
 
 
+def test_what_was_cut_is_counted_in_its_step(tmp_path):
+    data = tmp_path / "talk.jsonl"
+    talks = [
+        [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "b" * n}] for n in (2, 3, 30, 40)
+    ]
+    data.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    sources = [DataConfig(path=str(data))]
+    done = run(settings(data=sources, max_length=20, too_long="cut", batch_size=4), tmp_path / "run")
+    for record in read_metrics(done / "metrics.jsonl"):
+        assert [record[f"sample/{fate}"] for fate in ("cut", "split", "skipped")] == [2, 0, 0]
+        assert record["train/samples"] == 4 and record["train/micro_batches"] == 1
+        assert 0 < record["train/packing_efficiency"] < 4 * 20 / 16384 and 0 <= record["train/padding_share"] < 0.15
+
+
 def test_the_command_on_two_ranks_learns_what_one_rank_learns(tmp_path):
     root = Path(__file__).resolve().parents[2]
     losses = []

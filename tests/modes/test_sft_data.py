@@ -141,4 +141,4 @@ def test_held_out_files_are_evaluated_and_never_learnt(tmp_path, monkeypatch):
     assert not any("b.jsonl" in place for step in places for place in step)
     lines = [json.loads(line) for line in (done / "metrics.jsonl").read_text().splitlines()]
     assert [line["eval/items"] for line in lines if "eval/loss" in line] == [3, 3]
-    assert "1 held-out examples are left out (column 1)" in (done / "events.jsonl").read_text()
+    assert "1 held-out examples are left out, cut or split (column 1)" in (done / "events.jsonl").read_text()
