@@ -1,11 +1,13 @@
 """A trainer rank's hold on the processes beside it: rank 0 starts the supervisor and watches it.
 
 When the supervisor fails, this rank ends at once with the reason (torchrun then ends the others); when this rank ends,
-for whatever reason, the supervisor is told to end, and the kernel tells it when nobody else can.
+for whatever reason, the supervisor is told to end and why, through a pipe that only this rank can write to: its end of
+file without a word says that this rank was killed. The kernel's signal then ends the supervisor.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,13 +15,13 @@ import subprocess
 import threading
 from types import TracebackType
 
-from asyncrl.actors.ending import end_rank
-from asyncrl.actors.process import end, read_line, spawn
+from asyncrl.actors.ending import end_rank, how_it_ended
+from asyncrl.actors.process import LONGEST_REASON, end, read_line, spawn
 from asyncrl.config.context import RunContext
 from asyncrl.config.errors import RunFailed
 from asyncrl.config.processes import describe_exit, if_stuck
 from asyncrl.config.schema import Config
-from asyncrl.report.summary import read_summary
+from asyncrl.report.summary import Ended, read_summary
 
 CONTROLLER_START_S = 90.0
 
@@ -36,6 +38,7 @@ class Children:
         self.controller = ""
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._leaving = False
+        self._word: int | None = None  # a pipe to the supervisor: how the run has ended, and why
 
     def __enter__(self) -> Children:
         try:
@@ -54,29 +57,35 @@ class Children:
 
     def _start_supervisor(self) -> str:
         read_end, write_end = os.pipe()
+        word, self._word = os.pipe()
         place = self.context.place
         arguments = ["--run-dir", str(self.context.run_dir), "--ranks", str(place.world_size)]
         arguments += ["--local-ranks", str(place.local_world_size)]
         supervisor = self._supervisor = spawn(
             "asyncrl.actors.supervisor",
-            [*arguments, "--ready-fd", str(write_end)],
-            pass_fds=[write_end],
+            [*arguments, "--ready-fd", str(write_end), "--word-fd", str(word)],
+            pass_fds=[write_end, word],
             death_signal=signal.SIGTERM,
         )
         os.close(write_end)
-        if_stuck(lambda: self._end(supervisor))
+        os.close(word)
+        if_stuck(lambda signal_name: self._end(supervisor, "interrupted", f"interrupted by {signal_name}"))
         try:
             line = read_line(read_end, deadline_s=CONTROLLER_START_S, what="the controller's endpoint")
         except RuntimeError as error:
-            code = self._end(supervisor)
+            code = self._end(supervisor, "failed", str(error))
             raise RunFailed(self._reason(code) if code == 1 else str(error)) from None
         finally:
             os.close(read_end)
         threading.Thread(target=self._watch, name="supervisor-watch", daemon=True).start()
         return json.loads(line)["endpoint"]
 
-    def _end(self, supervisor: subprocess.Popen[bytes]) -> int:
+    def _end(self, supervisor: subprocess.Popen[bytes], ended: Ended, reason: str) -> int:
         self._leaving = True
+        if self._word is not None:
+            word = json.dumps({"ended": ended, "reason": reason[:LONGEST_REASON]})
+            with contextlib.suppress(BrokenPipeError):  # it has ended
+                os.write(self._word, word.encode())
         return end(supervisor, grace_s=self.cfg.deadline.shutdown_s)
 
     def _watch(self) -> None:
@@ -93,17 +102,25 @@ class Children:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._leaving = True
-        if self._supervisor is None:
-            return
+        try:
+            if self._supervisor is not None:
+                self._leave(self._supervisor, error)
+        finally:
+            word, self._word = self._word, None
+            if word is not None:
+                os.close(word)
+
+    def _leave(self, supervisor: subprocess.Popen[bytes], error: BaseException | None) -> None:
         grace = self.cfg.deadline.shutdown_s
         if error is None or isinstance(error, ControllerGone):  # it ends by itself
             patience = grace if error else 4 * grace
             try:
-                code = self._supervisor.wait(timeout=patience)
+                code = supervisor.wait(timeout=patience)
             except subprocess.TimeoutExpired:
-                self._end(self._supervisor)
-                raise RunFailed(f"the supervisor did not end within {patience:g} s of the run's end") from None
+                reason = f"the supervisor did not end within {patience:g} s of the run's end"
+                self._end(supervisor, "failed", reason)
+                raise RunFailed(reason) from None
             if code != 0:
                 raise RunFailed(self._reason(code)) from None
         else:
-            self._end(self._supervisor)
+            self._end(supervisor, *how_it_ended(error))

@@ -77,7 +77,7 @@ async def _conduct(cfg: Config, run_dir: Path, ranks: int, listener: Listener, r
     try:
         async with opened(cfg, run_dir, ranks, listener, progress) as conductor:
             desk = conductor.desk
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.cancel)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _stop_once, stop)
             await conductor.run()
         how: tuple[Ended, str] = ("finished", "")
     except BaseException as raised:  # noqa: BLE001 - the summary is written whatever ended the run
@@ -140,7 +140,14 @@ def _end_of(error: BaseException, run_dir: Path, reason_fd: int) -> tuple[Ended,
     return "failed", f"{type(error).__name__}: {error} (traceback in {log})"
 
 
-def _on_sigterm(_signum: int, _frame: object) -> None:
+def _stop_once(task: asyncio.Task[int]) -> None:
+    """Cancel ``task``; a second SIGTERM would cancel what it does to end in order."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    task.cancel()
+
+
+def _on_sigterm(signum: int, _frame: object) -> None:
+    signal.signal(signum, signal.SIG_IGN)
     raise Terminated
 
 

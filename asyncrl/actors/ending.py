@@ -7,12 +7,21 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from asyncrl.config.errors import tell_torchrun
+from asyncrl.config.errors import RunFailed, tell_torchrun
 from asyncrl.config.schema import Config
 from asyncrl.report.summary import Ended, ensure_summary
 
 FAILED_STATUS = 1
 INTERRUPTED_STATUS = 130
+
+
+def how_it_ended(error: BaseException) -> tuple[Ended, str]:
+    """How a run that ``error`` of a rank ends has ended, and why, in one line."""
+    if isinstance(error, RunFailed):
+        return "failed", str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", f"interrupted by {str(error) or 'Ctrl-C'}"
+    return "failed", f"{type(error).__name__}: {error}"
 
 
 def end_rank(cfg: Config, run_dir: Path | None, rank: int, ended: Ended, reason: str) -> NoReturn:

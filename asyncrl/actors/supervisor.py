@@ -5,7 +5,8 @@ It is a process of its own, a child of rank 0, so that a dead generator is resta
 - A generator that dies is restarted, at most ``generator.max_restarts`` times each; it rejoins the controller, which
   gives it the current weights. One more death ends the run with the reason.
 - The controller's end is the run's end.
-- SIGTERM (from rank 0, or from the kernel when rank 0 dies) ends every child in order, then by force.
+- SIGTERM (from rank 0, or from the kernel when rank 0 dies) ends every child in order, then by force. Which of the two
+  it was, rank 0 itself says: it writes down how the run has ended before it sends one.
 - However it ends, ``summary.json`` says so: if the controller could not write it, it is written here.
 
 Exit codes: 0 finished, 1 failed (``summary.json`` has the reason), 143 stopped by SIGTERM.
@@ -31,6 +32,7 @@ from asyncrl.config.schema import Config
 from asyncrl.report.summary import Ended, ensure_summary
 
 CONTROLLER_START_S = 60.0
+WORD_S = 5.0  # for a rank 0 that is dying to be gone, or for one that got the same signal to say so
 CODES: dict[Ended, int] = {"finished": 0, "failed": 1, "interrupted": 128 + signal.SIGTERM}
 
 
@@ -81,7 +83,8 @@ class Stopped(Exception):
     """SIGTERM arrived."""
 
 
-def _on_sigterm(_signum: int, _frame: object) -> None:
+def _on_sigterm(signum: int, _frame: object) -> None:
+    signal.signal(signum, signal.SIG_IGN)  # each thread of a dying rank 0 may send one more
     raise Stopped
 
 
@@ -94,44 +97,45 @@ def gpus_of_generators(cfg: Config, local_ranks: int) -> dict[str, list[str]]:
     return {f"generator/{index}": own for index, own in enumerate(gpus)}
 
 
-def supervise(cfg: Config, run_dir: Path, ranks: int, local_ranks: int, ready_fd: int) -> tuple[Ended, str]:
+def _why_stopped(word_fd: int) -> tuple[Ended, str]:
+    """What SIGTERM means: what rank 0 has written to the pipe ``word_fd``, whose end of file says that it died.
+
+    The kernel's signal does not tell, and neither does ``os.getppid``: see ``die_with_parent``.
+    """
+    if not select.select([word_fd], [], [], WORD_S)[0]:  # rank 0 lives, and knows nothing of it
+        return "interrupted", "stopped by SIGTERM"
+    word = os.read(word_fd, select.PIPE_BUF * 2)
+    if not word:
+        return "failed", "trainer/0 died"
+    said = json.loads(word)
+    return said["ended"], said["reason"]
+
+
+def supervise(
+    cfg: Config, run_dir: Path, ranks: int, local_ranks: int, ready_fd: int, word_fd: int
+) -> tuple[Ended, str]:
     """Run the children until the controller ends. ``local_ranks``: trainers on this machine.
 
     Returns how the run ended, and why.
     """
-    parent = os.getppid()
     logs = run_dir / "logs"
     logs.mkdir(exist_ok=True)
-    controller = None
     gpus = gpus_of_generators(cfg, local_ranks)
     generators = Generators(run_dir / "config.json", logs, "", cfg.generator.max_restarts, gpus)
-    tell_end, tell = os.pipe()
-    how: tuple[Ended, str] = ("interrupted", "stopped by SIGTERM")
+    reason_fd, tell = os.pipe()
+    controller = None
+    how: tuple[Ended, str] = ("failed", "the supervisor failed")
     try:
-        read_end, write_end = os.pipe()
-        arguments = ["--config", str(generators.config), "--ranks", str(ranks)]
-        controller = spawn(
-            "asyncrl.actors.controller",
-            [*arguments, "--ready-fd", str(write_end), "--reason-fd", str(tell_end)],
-            pass_fds=[write_end, tell_end],
-            extra_env={"PYTHONHASHSEED": "0"},  # some reasoning-gym tasks draw their items from the order of a set
-        )
-        os.close(write_end)
-        answer = json.loads(read_line(read_end, deadline_s=CONTROLLER_START_S, what="the controller's endpoint"))
-        os.close(read_end)
-        if "reason" in answer:
-            raise RuntimeError(answer["reason"])
-        generators.controller = answer["endpoint"]
-        os.write(ready_fd, (json.dumps(answer) + "\n").encode())
-        os.close(ready_fd)
-        for name in gpus:
-            generators.start(name)
-        how = _watch(controller, generators)
-    except Stopped:
-        if os.getppid() != parent:
-            how = ("failed", "trainer/0 died")
-    except RuntimeError as error:
-        how = ("failed", str(error))
+        try:
+            controller, answer_fd = _start_controller(generators.config, ranks, reason_fd)
+            generators.controller = _pass_on_endpoint(answer_fd, ready_fd)
+            for name in gpus:
+                generators.start(name)
+            how = _watch(controller, generators)
+        except RuntimeError as error:
+            how = ("failed", str(error))
+    except Stopped:  # around all of the above, which it may interrupt anywhere
+        how = _why_stopped(word_fd)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if how[0] == "failed":
@@ -143,6 +147,30 @@ def supervise(cfg: Config, run_dir: Path, ranks: int, local_ranks: int, ready_fd
         for process in generators.running.values():
             end(process, grace_s=cfg.deadline.shutdown_s / 4)
     return how
+
+
+def _start_controller(config: Path, ranks: int, reason_fd: int) -> tuple[subprocess.Popen[bytes], int]:
+    """The controller, and a pipe on which it answers with its endpoint or with a reason."""
+    answer_fd, write_end = os.pipe()
+    controller = spawn(
+        "asyncrl.actors.controller",
+        ["--config", str(config), "--ranks", str(ranks), "--ready-fd", str(write_end), "--reason-fd", str(reason_fd)],
+        pass_fds=[write_end, reason_fd],
+        extra_env={"PYTHONHASHSEED": "0"},  # some reasoning-gym tasks draw their items from the order of a set
+    )
+    os.close(write_end)
+    return controller, answer_fd
+
+
+def _pass_on_endpoint(answer_fd: int, ready_fd: int) -> str:
+    """The controller's endpoint, which rank 0 waits for as well. Raises ``RuntimeError`` with the reason."""
+    answer = json.loads(read_line(answer_fd, deadline_s=CONTROLLER_START_S, what="the controller's endpoint"))
+    os.close(answer_fd)
+    if "reason" in answer:
+        raise RuntimeError(answer["reason"])
+    os.write(ready_fd, (json.dumps(answer) + "\n").encode())
+    os.close(ready_fd)
+    return answer["endpoint"]
 
 
 def _watch(controller: subprocess.Popen[bytes], generators: Generators) -> tuple[Ended, str]:
@@ -177,11 +205,16 @@ def main() -> int:
     parser.add_argument(
         "--ready-fd", type=int, required=True, help="a pipe that gets the controller's endpoint as JSON"
     )
+    parser.add_argument(
+        "--word-fd", type=int, required=True, help="a pipe: how rank 0 ended the run, as JSON; closed when it died"
+    )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, _on_sigterm)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     cfg = load_config(arguments.run_dir / "config.json")
-    ended, reason = supervise(cfg, arguments.run_dir, arguments.ranks, arguments.local_ranks, arguments.ready_fd)
+    ended, reason = supervise(
+        cfg, arguments.run_dir, arguments.ranks, arguments.local_ranks, arguments.ready_fd, arguments.word_fd
+    )
     return CODES[ensure_summary(arguments.run_dir, cfg.mode, cfg.seed, ended, reason).ended]
 
 

@@ -46,6 +46,9 @@ def clean_environment(
 def die_with_parent(sig: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
     """Ask the kernel to send ``sig`` to this process when the thread that started it ends.
 
+    In a parent that dies, other threads may end later: until the last has, ``os.getppid`` still gives the parent's pid,
+    and the signal comes again with each that has become the parent meanwhile.
+
     ``parent`` is the pid of the expected parent; if it is already gone (it died between fork and this call), the
     process ends at once.
 
@@ -80,7 +83,7 @@ class EndSignal(KeyboardInterrupt):
 
 
 NOTICE_S = 3.0
-_stuck: list[Callable[[], object]] = []
+_stuck: list[Callable[[str], object]] = []
 
 
 def end_in_order() -> None:
@@ -91,12 +94,15 @@ def end_in_order() -> None:
     collective that never returns, is not waited for: the process does what ``if_stuck`` was told and ends.
     Must be called from the main thread.
     """
+    signalled = False  # a flag, not the event: a handler may interrupt itself, and would wait for the event's lock
     noticed = threading.Event()
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
 
     def on_signal(signum: int, _frame: FrameType | None) -> None:
-        if not noticed.is_set():
+        nonlocal signalled
+        if not signalled:
+            signalled = True
             noticed.set()
             raise EndSignal(signal.Signals(signum).name)
 
@@ -106,7 +112,7 @@ def end_in_order() -> None:
             pass
         if not noticed.wait(NOTICE_S):
             for act in _stuck:
-                act()
+                act(signal.Signals(signum).name)
             os._exit(128 + signum)
 
     signal.set_wakeup_fd(write_end)  # written to when the signal arrives, whatever the main thread is in
@@ -115,8 +121,8 @@ def end_in_order() -> None:
     threading.Thread(target=watch, name="signals", daemon=True).start()
 
 
-def if_stuck(act: Callable[[], object]) -> None:
-    """What to do before the process is ended because its main thread did not notice a signal."""
+def if_stuck(act: Callable[[str], object]) -> None:
+    """What to do before the process is ended because its main thread did not notice a signal; it gets its name."""
     _stuck.append(act)
 
 

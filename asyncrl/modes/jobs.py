@@ -16,7 +16,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from asyncrl.actors.ending import end_rank
+from asyncrl.actors.ending import end_rank, how_it_ended
 from asyncrl.config.check import check
 from asyncrl.config.context import Place, RunContext, lead_context
 from asyncrl.config.errors import ConfigError, Problem, RunFailed, exit_on_config_error
@@ -32,7 +32,6 @@ from asyncrl.config.run_folder import (
 )
 from asyncrl.config.schema import Config
 from asyncrl.envs import EnvError, load_env
-from asyncrl.report.summary import Ended
 
 
 @dataclass
@@ -55,7 +54,6 @@ def run_jobs(jobs: Sequence[Job], sweep: bool) -> None:
     folders = Folders(place, sweep)
     for job, config in zip(jobs, configs, strict=True):
         folders.run_dir = None
-        ended: Ended = "failed"
         try:
             with exit_on_config_error():
                 opened = folders.lead(job, config) if place.rank == 0 else folders.follow(job, config)
@@ -64,14 +62,11 @@ def run_jobs(jobs: Sequence[Job], sweep: bool) -> None:
                 if place.rank == 0:
                     folders.record_return(opened[1])
             continue
-        except RunFailed as error:
-            reason = str(error)
-        except KeyboardInterrupt as stop:
-            ended, reason = "interrupted", f"interrupted by {str(stop) or 'Ctrl-C'}"
-        except Exception as error:
-            logging.getLogger(__name__).exception("asyncrl: rank %d failed", place.rank)
-            reason = f"{type(error).__name__}: {error}"
-        end_rank(config, folders.run_dir, place.rank, ended, reason)
+        except (Exception, KeyboardInterrupt) as error:
+            if not isinstance(error, RunFailed | KeyboardInterrupt):
+                logging.getLogger(__name__).exception("asyncrl: rank %d failed", place.rank)
+            how = how_it_ended(error)
+        end_rank(config, folders.run_dir, place.rank, *how)
 
 
 def check_jobs(jobs: Sequence[Job], place: Place) -> list[Config]:

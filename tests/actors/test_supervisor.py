@@ -1,11 +1,18 @@
-"""What the supervisor gives to the generators that it starts."""
+"""What the supervisor gives to the generators that it starts, and how it says that rank 0 has ended."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
 
 from asyncrl.actors import supervisor
 from asyncrl.actors.process import spawn
 from asyncrl.actors.supervisor import Generators, gpus_of_generators
+from asyncrl.config.processes import clean_environment
 from asyncrl.config.schema import Config
+from asyncrl.report.summary import read_summary
 
 REPORT = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ['ASYNCRL_GENERATOR'], flush=True)"
 
@@ -33,3 +40,18 @@ def test_ipc_keeps_all_generators_with_trainer_rank_0(monkeypatch):
     assert gpus_of_generators(cfg, 1) == {"generator/0": ["5"], "generator/1": ["6"]}
     cfg.weights.backend = "ipc"
     assert gpus_of_generators(cfg, 1) == {"generator/0": ["4"], "generator/1": ["4"]}
+
+
+ROUNDS = 30
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("is killed", "trainer/0 died"), ("asks", "no such dtype")], ids=["killed", "asks"]
+)
+def test_a_rank_0_that_dies_with_many_threads_is_never_taken_for_an_interruption(tmp_path, kind, reason):
+    """The kernel's SIGTERM comes when its first thread is gone, again with others, and rank 0 is still the parent."""
+    command = [sys.executable, "-m", "tests.actors.dying_rank", kind, str(tmp_path), str(ROUNDS)]
+    done = subprocess.run(command, env=clean_environment(), stderr=subprocess.PIPE, text=True, timeout=120)
+    assert "Traceback" not in done.stderr, done.stderr
+    summaries = [read_summary(tmp_path / str(number) / "summary.json") for number in range(ROUNDS)]
+    assert [(summary.ended, summary.reason) for summary in summaries] == [("failed", reason)] * ROUNDS

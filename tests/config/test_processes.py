@@ -81,14 +81,14 @@ def test_a_main_thread_that_notices_nothing_is_not_waited_for():
                 pass
             print("ready", flush=True)
 
-        processes.if_stuck(lambda: print("left", flush=True))
+        processes.if_stuck(lambda name: print("left", name, flush=True))
         threading.Thread(target=tell).start()
         libc.pthread_mutex_lock(mutex)
         libc.pthread_mutex_lock(mutex)  # for ever, whatever signals come
     """)
     process.terminate()
     out, _ = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 128 + signal.SIGTERM and out == "left\n"
+    assert process.returncode == 128 + signal.SIGTERM and out == "left SIGTERM\n"
 
 
 def test_a_process_that_ended_but_was_not_waited_for_does_not_run():
