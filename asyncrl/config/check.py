@@ -17,6 +17,7 @@ from asyncrl.config.data import check_data, has_heldout
 from asyncrl.config.errors import ConfigError, Problem
 from asyncrl.config.levers import check_levers
 from asyncrl.config.load import REPOSITORY
+from asyncrl.config.lora import check_lora
 from asyncrl.config.machine import visible_gpus
 from asyncrl.config.model_folder import check_model_folder
 from asyncrl.config.parallel import check_parallel
@@ -370,6 +371,7 @@ CHECKS: list[Callable[[Config], Iterator[Problem]]] = [
     check_sft,
     check_checkpoint,
     check_optimizer,
+    check_lora,
     check_installation,
     check_run,
 ]

@@ -112,6 +112,8 @@ def resolve(composed: DictConfig) -> Config:
     config = from_dict({str(key): value for key, value in values.items()})
     if config.model.path:
         config.model.path = str(locate(config.model.path))
+    if config.model.adapter:
+        config.model.adapter = str(locate(config.model.adapter))
     for source in (*config.sft.data, *config.sft.heldout):
         source.path = str(locate(source.path)) if source.path else ""
     if config.resume:

@@ -56,6 +56,35 @@ class ModelConfig:
     # lose digits (mismatch/abs_mean shows how many). float8: bfloat16 with the layers' products in 8 bits, on GPUs that
     # have them; saves time, not memory, and costs more digits. float64 is for exactness tests.
     compute_dtype: Literal["float32", "bfloat16", "float8", "float64"] = "float32"
+    # A PEFT folder (adapter_config.json, adapter_model.safetensors) to go on from; a checkpoint's ``adapter`` is one.
+    # Rank, alpha, targets, dora and rslora are the folder's; lora.rank=0, or all of them as in the folder.
+    adapter: str = ""
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (LoRA, arXiv 2106.09685) beside frozen weights: ``y = W x + scale * B A x``, A and B learn.
+
+    Saves gradients, optimizer state and fp32 masters of the model: its weights are held in ``model.compute_dtype`` (in
+    bfloat16 2 bytes a weight where full training takes 16), and checkpoints hold adapters alone. Costs two thin
+    products a target and direction; learns less than full training where much is new.
+    """
+
+    # Rows of A; 0: no adapters, everything learns. Each target gets rank * (in + out) weights of 16 bytes in training.
+    rank: Count = 0
+    alpha: Above0 = 16.0  # scale is alpha / rank
+    # rsLoRA (arXiv 2312.03732): scale is alpha / sqrt(rank), so that a larger rank does not learn more slowly.
+    rslora: bool = False
+    # Share of the inputs of A that is dropped, each token by itself, in training only. A function of seed, step,
+    # document and position: the same however a batch is packed, cut or resumed. Costs passes over each target's input.
+    dropout: BelowOne = 0.0
+    # Names of linear layers as they end (q_proj, mlp.down_proj), or all-linear: every one in the decoder layers. The
+    # embedding and the head are never among them.
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    # DoRA (arXiv 2402.09353): the length of each row of W + scale * B A is learnt on its own. Often better at small
+    # ranks. Costs W + scale * B A in every forward (its row norms) and one more activation a target. Engines do not
+    # serve such adapters: merge them (python -m asyncrl.training.merge).
+    dora: bool = False
 
 
 @dataclass
@@ -133,7 +162,7 @@ class SftConfig:
     # A longer one is an error | skip: left out | cut: its first max_length tokens | split: pieces of that length, each
     # without what came before; no preference can be split. Nothing is added at a cut. Counted as sample/skipped, ...
     too_long: Literal["error", "skip", "cut", "split"] = "error"
-    export: str = ""  # folder that gets a copy of the last checkpoint's Hugging Face files
+    export: str = ""  # folder that gets a copy of the last checkpoint's Hugging Face files, or of its PEFT files
 
 
 @dataclass
@@ -362,6 +391,7 @@ class Config:
     resume: str = ""  # a run folder (outputs/latest); continues in it from its last checkpoint and its ledger
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

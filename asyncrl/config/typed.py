@@ -75,10 +75,10 @@ def unknown_key(key: str, keys: list[str]) -> Problem:
     siblings = [known for known in keys if known.rpartition(".")[0] == parent]
     elsewhere = [known for known in keys if known.rpartition(".")[2] == leaf]
     near = (
-        difflib.get_close_matches(
+        elsewhere
+        or difflib.get_close_matches(
             key, siblings, n=1, cutoff=1 - 0.4 * len(leaf) / len(key)
         )  # 0.6 of the leaf's letters
-        or elsewhere
         or difflib.get_close_matches(key, keys, n=2, cutoff=0.75)
     )
     if near:

@@ -171,7 +171,7 @@ def _open_publisher(cfg: Config, context: RunContext, trainer: Trainer, link: Bl
             link.send(kind, header)
 
     return WeightPublisher(
-        trainer.named_parameters_hf,
+        trainer.published,
         wire_dtype=cfg.weights.dtype or cfg.generator.dtype,
         rank=context.rank,
         world=context.world_size,

@@ -108,7 +108,7 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> None:
             checkpoint.begin(trainer, checkpoints, keep_of(cfg, context.run_dir), data.position())
     trainer.saves.close()
     if cfg.sft.export and context.rank == 0:
-        export(checkpoints, Path(cfg.sft.export))
+        export(checkpoints, Path(cfg.sft.export), checkpoint.export_of(trainer).folder)
 
 
 def due(step: int, every: int, cfg: Config) -> bool:
@@ -213,8 +213,8 @@ def measured(report: StepReport) -> dict[str, float | str]:
     return {key: value for key, value in report.metrics().items() if key.removeprefix("train/") in kept}
 
 
-def export(checkpoints: Path, target: Path) -> None:
-    """Copy the newest checkpoint's Hugging Face folder to ``target``, replacing what is there."""
+def export(checkpoints: Path, target: Path, folder: str) -> None:
+    """Copy the newest checkpoint's folder for other programs (``hf`` or ``adapter``) to ``target``, replacing it."""
     from asyncrl.training.checkpoint import latest
     from asyncrl.training.files import publish
 
@@ -222,5 +222,5 @@ def export(checkpoints: Path, target: Path) -> None:
     assert newest is not None, "a checkpoint is saved after the last step"
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(newest / "hf", temporary)
+    shutil.copytree(newest / folder, temporary)
     publish(temporary, target)

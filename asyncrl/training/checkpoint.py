@@ -2,6 +2,8 @@
 
 ====================================  ===================================================================
 ``hf/``                               weights, config and tokenizer, as transformers and vLLM load them
+``adapter/``                          instead of ``hf`` if adapters are trained: a PEFT folder; ``state`` then holds
+                                      adapters alone, and the manifest the fingerprint of the weights beside them
 ``state/rank_00000.safetensors``      that rank's blocks of master weights and optimizer state, by HF name
 ``state/rank_00000.json``             where each block lies in its tensor; random number generators of the rank
 ``manifest.json``                     mode, version, position in the data, the run's and the model's config, git
@@ -36,12 +38,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from asyncrl.config.files import to_dict
 from asyncrl.config.revision import git_revision
 from asyncrl.training import export
+from asyncrl.training.adapter import AdapterExport
 from asyncrl.training.agreement import Agreement
 from asyncrl.training.errors import CheckpointError
+from asyncrl.training.export import ModelExport
 from asyncrl.training.files import fresh, numbered, publish, seal, sweep, temporary, write_json
 from asyncrl.training.keeping import Keep, tidy
 from asyncrl.training.saver import Job
@@ -98,9 +103,19 @@ def _plan(trainer: Trainer, root: Path, keep: Keep, position: dict[str, Any]) ->
         "tensors": describe_specs(snapshot.whole),
         "optimizer": snapshot.scalars,
         "update": snapshot.update,
+        "adapter": trainer.policy.adapters.facts if trainer.policy.adapters else None,
     }
-    final, names = root / f"{PREFIX}{snapshot.version:06d}", export.names_of(trainer.policy.lm)
-    return Write(root, final, keep, snapshot, facts, Path(cfg.model.path), cfg.checkpoint.hf_dtype, names)
+    return Write(
+        root, root / f"{PREFIX}{snapshot.version:06d}", keep, snapshot, facts, Path(cfg.model.path), export_of(trainer)
+    )
+
+
+def export_of(trainer: Trainer) -> ModelExport | AdapterExport:
+    """What a checkpoint holds for other programs, in the sub-folder ``folder`` of it."""
+    cfg, policy = trainer.cfg, trainer.policy
+    if policy.adapters is not None:
+        return AdapterExport.of(policy, cfg)
+    return ModelExport(Path(cfg.model.path), cfg.checkpoint.hf_dtype, export.names_of(policy.lm))
 
 
 @dataclass
@@ -113,8 +128,7 @@ class Write:
     snapshot: Snapshot
     facts: dict[str, Any]
     source: Path  # of the model
-    hf_dtype: str
-    names: dict[str, str]  # see export.names_of
+    exported: ModelExport | AdapterExport
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # written by this rank
 
     def __call__(self, agreement: Agreement) -> Path:
@@ -133,12 +147,12 @@ class Write:
 
     def prepare(self) -> None:
         """What the export needs from the model's source; rank 0 makes the folder."""
-        self.plan = export.plan_export(self.source, self.hf_dtype, self.names, self.snapshot.weights)
+        self.exported.prepare(self.snapshot.weights)
         self.facts["model"] = json.loads((self.source / "config.json").read_text())
         if self.rank == 0:
             sweep(self.root, PREFIX)
             fresh(self.folder)
-            (self.folder / "hf").mkdir()
+            (self.folder / self.exported.folder).mkdir()
             (self.folder / "state").mkdir()
 
     def write(self) -> None:
@@ -157,20 +171,15 @@ class Write:
         snapshot.copies.release()
 
     def export(self) -> None:
-        """This rank's part of the Hugging Face folder, from what all ranks have written."""
-        hf, weights = self.folder / "hf", self.snapshot.weights
+        """This rank's part of the folder for other programs, from what all ranks have written."""
+        folder, weights = self.exported.folder, self.snapshot.weights
         stored = StoredState(self.folder / "state", self.ranks)
-        written = export.write_weights(
-            hf,
-            self.plan,
-            weights,
-            lambda name: stored.read_whole(f"weight/{name}", weights[name]),
-            self.rank,
-            self.ranks,
-        )
-        if self.rank == 0:
-            written |= export.write_rest(hf, self.plan, weights)
-        self.files |= {f"hf/{name}": told for name, told in written.items()}
+
+        def read(name: str) -> Tensor:
+            return stored.read_whole(f"weight/{name}", weights[name])
+
+        written = self.exported.write(self.folder / folder, weights, read, self.rank, self.ranks)
+        self.files |= {f"{folder}/{name}": told for name, told in written.items()}
         write_json(self.folder / f".files_{self.rank:05d}.json", self.files)
 
     def finish(self) -> None:

@@ -40,6 +40,26 @@ class Plan:
     files: list[list[str]]  # names in the folder, file by file
 
 
+class ModelExport:
+    """The ``hf`` folder of a checkpoint. ``names``: see ``names_of``; ``dtype``: see ``checkpoint.hf_dtype``."""
+
+    folder = "hf"
+
+    def __init__(self, source: Path, dtype: str, names: Mapping[str, str]) -> None:
+        self.source, self.dtype, self.names = source, dtype, names
+
+    def prepare(self, weights: Mapping[str, Spec]) -> None:
+        """Reads from the model's source what is needed; see :func:`plan_export`."""
+        self.plan = plan_export(self.source, self.dtype, self.names, weights)
+
+    def write(
+        self, folder: Path, weights: Mapping[str, Spec], read: Callable[[str], Tensor], rank: int, world_size: int
+    ) -> dict[str, dict[str, Any]]:
+        """This rank's part; returns its files' digests."""
+        written = write_weights(folder, self.plan, weights, read, rank, world_size)
+        return written | write_rest(folder, self.plan, weights) if rank == 0 else written
+
+
 def plan_export(source: Path, chosen: str, names: Mapping[str, str], weights: Mapping[str, Spec]) -> Plan:
     """What to write for a model loaded from ``source`` with the parameters ``weights`` and the ``names_of`` it."""
     dtype, names = export_dtype(source, chosen), stored_as(source, names)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from asyncrl.training.errors import ModelError
+from asyncrl.training.lora import LoraLinear
 from asyncrl.weights.gather import local_of
 
 MULTIPLE = 16  # both sizes of a weight, as the hardware wants them
@@ -33,14 +34,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def convert(layer: nn.Module) -> None:
     """Has the linear layers in a decoder layer compute by :func:`linear`."""
     for module in layer.modules():
-        if type(module) is nn.Linear:
+        if isinstance(module, LoraLinear):
+            module.product = linear  # its own two are too thin
+        elif type(module) is nn.Linear:
             module.forward = _Forward(module)  # type: ignore
 
 
 def check_sizes(layer: nn.Module) -> None:
     """Raises :class:`ModelError` for a linear layer whose part on this rank has no size for fp8 products."""
     for name, module in layer.named_modules():
-        if type(module) is nn.Linear:
+        if type(module) in (nn.Linear, LoraLinear):
             rows, columns = local_of(name, module.weight).tensor.shape
             if rows % MULTIPLE or columns % MULTIPLE:
                 size = f"{rows} x {columns} on a rank"

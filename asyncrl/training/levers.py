@@ -46,7 +46,16 @@ KEPT = (
 Forward = Callable[..., Any]
 
 
-def pull(lm: PreTrainedModel, trainer: TrainerConfig, compute: torch.dtype, device: torch.device) -> None:
+Remember = Callable[[], AbstractContextManager[Any]]  # called in a forward: the context in which to repeat it
+
+
+def pull(
+    lm: PreTrainedModel,
+    trainer: TrainerConfig,
+    compute: torch.dtype,
+    device: torch.device,
+    remember: Remember = nullcontext,
+) -> None:
     """Applies the levers that ``trainer`` sets to the decoder layers of ``lm``, in place, before they are sharded."""
     choice = trainer.activation_checkpointing
     every = recomputed_every(choice)
@@ -58,7 +67,9 @@ def pull(lm: PreTrainedModel, trainer: TrainerConfig, compute: torch.dtype, devi
         if trainer.compile:
             layer.forward = compiled(layer.forward)  # type: ignore[method-assign]
         if choice == "selective" or (every and index % every == 0):
-            layer.forward = recomputed(layer.forward, compute, choice == "selective")  # type: ignore[method-assign]
+            layer.forward = recomputed(  # type: ignore[method-assign]
+                layer.forward, compute, choice == "selective", remember
+            )
         if trainer.activation_offload:
             layer.forward = Offloaded(layer, layer.forward, device)  # type: ignore[method-assign]
 
@@ -68,7 +79,7 @@ def compiled(forward: Forward, backend: str = "inductor") -> Forward:
     return torch.compile(forward, dynamic=True, backend=backend)
 
 
-def recomputed(forward: Forward, compute: torch.dtype, selective: bool) -> Forward:
+def recomputed(forward: Forward, compute: torch.dtype, selective: bool, remember: Remember = nullcontext) -> Forward:
     """Recomputes the layer's activations in backward. Not transformers' own switch: that one needs train mode."""
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -77,7 +88,7 @@ def recomputed(forward: Forward, compute: torch.dtype, selective: bool) -> Forwa
         if selective:
             first, again = create_selective_checkpoint_contexts(_policy)
         # The first forward runs in the caller's context for exactness, the recomputed one needs its own.
-        return first, _both(exact(compute), again)
+        return first, _both(_both(exact(compute), remember()), again)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from asyncrl.training.attention import ATTENTION
 from asyncrl.training.errors import ModelError
+from asyncrl.training.lora import is_adapter
 from asyncrl.training.model import Policy, prepare, read_config
 from asyncrl.weights.gather import Block, local_of
 
@@ -90,7 +91,7 @@ def read_weights(policy: Policy, device: torch.device, weights_device: torch.dev
     policy._apply(give)
     if tied and head.weight is not embedding.weight:  # parameters that are not sharded are made anew, each for itself
         head.weight = embedding.weight
-    wanted: dict[str, Tensor] = dict(policy.lm.named_parameters())
+    wanted: dict[str, Tensor] = {n: p for n, p in policy.lm.named_parameters() if not is_adapter(n)}
     wanted |= {n: b for n, b in policy.lm.named_buffers() if n in policy.lm.state_dict()}
     try:
         with ExitStack() as opened:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from asyncrl.config.lora import held_dtype
 from asyncrl.config.parallel import MeshSizes, mesh_sizes
 from asyncrl.config.schema import Config, ParallelConfig
 from asyncrl.training.errors import BatchError
@@ -80,7 +81,7 @@ def needed_backend(cfg: Config, world_size: int) -> str | None:
     """The ``torch.distributed`` backend to initialise before :func:`open_mesh`; None if the trainer needs none."""
     if torch.cuda.is_available():
         return "cpu:gloo,cuda:nccl"
-    mixed = cfg.model.compute_dtype != cfg.trainer.master_dtype  # FSDP2 does mixed precision, on one rank too
+    mixed = cfg.model.compute_dtype != held_dtype(cfg)  # FSDP2 does mixed precision, on one rank too
     return "gloo" if world_size > 1 or mixed else None
 
 

@@ -6,6 +6,7 @@ embedding, final norm and head is gathered when the head needs its weight, tied 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -24,6 +25,8 @@ from kernels.policy_loss import CHUNK_BYTES, TokenLoss, policy_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from asyncrl.training.lora import Adapters
 
 # Of activations; with float8 only the products of the layers are in 8 bits.
 DTYPES = {
@@ -48,6 +51,8 @@ class Objective:
 class Policy(nn.Module):
     """``lm`` is the transformers model; its parameter names are the Hugging Face names.
 
+    ``adapters``: those beside its frozen weights (asyncrl/training/lora.py); None if the weights themselves learn.
+
     ``unread``: the folder whose weights are to be read once the parameters have been sharded; until then they are on
     the meta device (asyncrl/training/loading.py).
     """
@@ -56,6 +61,7 @@ class Policy(nn.Module):
         super().__init__()
         self.lm = lm
         self.unread: Path | None = None
+        self.adapters: Adapters | None = None
         self.rule = LogitRule.of(lm.config)
         self.logprob_chunk, self.vocab_chunk = logprob_chunk, VOCAB_CHUNK
 
@@ -87,9 +93,10 @@ class Policy(nn.Module):
 
     def _operands(self, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states (M, E) that predict the targets, the head's weight (V, E) and the targets (M,)."""
-        hidden_1TE = self.lm.base_model(
-            input_ids=batch.input_1T, position_ids=batch.position_1T, use_cache=False, documents=batch.documents
-        ).last_hidden_state
+        with self.adapters.reading(batch) if self.adapters else nullcontext():
+            hidden_1TE = self.lm.base_model(
+                input_ids=batch.input_1T, position_ids=batch.position_1T, use_cache=False, documents=batch.documents
+            ).last_hidden_state
         return TakeRows.apply(hidden_1TE[0], batch.predict_M), self._head.weight, batch.target_M
 
 

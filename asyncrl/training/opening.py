@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from asyncrl.config.context import RunContext
+from asyncrl.config.lora import held_dtype
 from asyncrl.config.schema import Config
 from asyncrl.training.loading import empty_policy
 from asyncrl.training.mesh import needed_backend, open_mesh
@@ -26,7 +27,8 @@ def build_trainer(
 ) -> T:
     """Loads ``cfg.model.path`` and builds this rank's trainer.
 
-    With more than one rank, or bf16 compute, ``torch.distributed`` must be initialised before.
+    With more than one rank, or weights that are not computed with in their own dtype, ``torch.distributed`` must be
+    initialised before.
     """
     if cfg.model.compute_dtype not in DTYPES or cfg.trainer.master_dtype not in DTYPES:
         raise ValueError(f"model.compute_dtype and trainer.master_dtype must be one of {', '.join(DTYPES)}")
@@ -34,7 +36,7 @@ def build_trainer(
     if mesh.device.type == "cpu":
         torch.set_num_threads(cfg.trainer.threads)
     load = empty_policy if shards(cfg, mesh) else load_policy
-    return kind(cfg, load(cfg.model.path, DTYPES[cfg.trainer.master_dtype], cfg.trainer.logprob_chunk), mesh)
+    return kind(cfg, load(cfg.model.path, DTYPES[held_dtype(cfg)], cfg.trainer.logprob_chunk), mesh)
 
 
 def open_trainer(cfg: Config, context: RunContext, kind: type[T], data: dict[str, Any] | None = None) -> T:

@@ -67,7 +67,10 @@ def load(trainer: Trainer, folder: Path) -> None:
 
 def check_fits(trainer: Trainer, folder: Path, manifest: dict[str, Any]) -> None:
     """Raises :class:`CheckpointError` naming the first thing in which the checkpoint is not one of this trainer."""
-    use = f"To start a new run from its weights: model.path={folder}/hf"
+    adapted = manifest.get("adapter") is not None
+    use = "To start a new run from " + (
+        f"its adapter: model.adapter={folder}/adapter" if adapted else f"its weights: model.path={folder}/hf"
+    )
     cfg = trainer.cfg
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
@@ -78,10 +81,27 @@ def check_fits(trainer: Trainer, folder: Path, manifest: dict[str, Any]) -> None
     model = json.loads((Path(cfg.model.path) / "config.json").read_text())
     if odd := differences(manifest["model"], model):
         raise CheckpointError(f"{folder} is of another model than {cfg.model.path}: its config.json had {odd}. {use}")
+    _check_adapter(trainer, folder, manifest.get("adapter"), use)
     source = manifest["data"]["source"]
     if trainer.data and (odd := differences(source, trainer.data)):
         raise CheckpointError(f"{folder} counts its position in other data: it had {odd}. {use}")
     _check_tensors(trainer, folder, parse_specs(manifest["tensors"]))
+
+
+def _check_adapter(trainer: Trainer, folder: Path, stored: dict[str, Any] | None, use: str) -> None:
+    adapters = trainer.policy.adapters
+    if (stored is None) != (adapters is None):
+        had, has = ("all weights", "adapters") if stored is None else ("adapters", "all weights")
+        raise CheckpointError(f"{folder} is of a run that trained {had}, and this one trains {has}. {use}")
+    if stored is None or adapters is None:
+        return
+    if stored["base"] != adapters.base:
+        raise CheckpointError(
+            f"{folder} holds adapters of other weights than those in {trainer.cfg.model.path}: fingerprint "
+            f"{stored['base'][:12]}, now {adapters.base[:12]}. Give the model.path that the run began with"
+        )
+    if odd := differences(stored, adapters.facts):
+        raise CheckpointError(f"{folder} holds adapters of other settings (lora): it had {odd}. {use}")
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], most: int = 4) -> str:

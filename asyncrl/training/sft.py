@@ -80,7 +80,8 @@ class SftTrainer(Trainer):
             )
 
         update = Update(self, tokens, len(batch), measure)
-        self._likelihood(batch, packing, tokens, counts, update.backward)
+        with self.dropout():
+            self._likelihood(batch, packing, tokens, counts, update.backward)
         report = update.close()
         report.micro_batches = packing.micro_batches
         report.packing_efficiency = filled(packing, self.cfg.trainer.token_budget)

@@ -12,6 +12,7 @@ Gradients are *summed* over ranks, never averaged: the loss is divided by a glob
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from asyncrl.config.lora import held_dtype
 from asyncrl.config.schema import Config
 from asyncrl.training import float8
 from asyncrl.training.errors import ModelError
@@ -34,10 +36,11 @@ from asyncrl.training.tensor_parallel import split
 def distribute(policy: Policy, mesh: Mesh, cfg: Config) -> bool:
     """Moves the policy to the mesh in place: splits, shards, and reads its weights if it has none yet.
 
-    True if FSDP2 shards it. A world of one whose compute and master dtypes are equal stays a plain module, where FSDP2
+    True if FSDP2 shards it. A world of one that computes in the dtype of its weights stays a plain module, where FSDP2
     only costs time. Raises :class:`ModelError` for a model that cannot be laid over this mesh.
     """
-    compute, master = DTYPES[cfg.model.compute_dtype], next(policy.parameters()).dtype
+    compute, held = DTYPES[cfg.model.compute_dtype], next(policy.parameters()).dtype
+    master = next((p.dtype for p in policy.parameters() if p.requires_grad), held)
     sharded = shards(cfg, mesh)
     eight_bits = cfg.model.compute_dtype == "float8"
     if eight_bits:
@@ -49,18 +52,19 @@ def distribute(policy: Policy, mesh: Mesh, cfg: Config) -> bool:
     if eight_bits:
         for layer in layers(policy.lm):
             float8.check_sizes(layer)
-    pull(policy.lm, cfg.trainer, compute, mesh.device)
+    pull(policy.lm, cfg.trainer, compute, mesh.device, policy.adapters.remember if policy.adapters else nullcontext)
     if not sharded:
         if policy.unread is not None:
             raise ModelError("a policy without weights is only read in shards; load it with load_policy")
         policy.to(mesh.device)
-        if compute != master:
+        if compute != held:
             raise ModelError(
-                f"compute dtype {compute} with {master} masters needs FSDP2: trainer.shard=true if there are several "
+                f"compute dtype {compute} with {held} masters needs FSDP2: trainer.shard=true if there are several "
                 "ranks, and a process group"
             )
         return False
-    precision = MixedPrecisionPolicy(param_dtype=compute if compute != master else None, reduce_dtype=master)
+    # Frozen weights are held in the compute dtype, and adapters take part in it by themselves.
+    precision = MixedPrecisionPolicy(param_dtype=compute if compute != held else None, reduce_dtype=master)
     options: dict[str, Any] = {"mesh": mesh.data_devices, "mp_policy": precision}
     if cfg.trainer.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
@@ -80,7 +84,7 @@ def distribute(policy: Policy, mesh: Mesh, cfg: Config) -> bool:
 def shards(cfg: Config, mesh: Mesh) -> bool:
     """Whether FSDP2 holds the parameters of a trainer of ``cfg`` on ``mesh``."""
     several = mesh.world_size > 1
-    alone = cfg.model.compute_dtype != cfg.trainer.master_dtype or cfg.trainer.cpu_offload
+    alone = DTYPES[cfg.model.compute_dtype] != DTYPES[held_dtype(cfg)] or cfg.trainer.cpu_offload
     wanted = cfg.trainer.shard if several else alone
     return wanted and mesh.devices is not None
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from torch import Tensor
 from asyncrl.config.schema import Config
 from asyncrl.rollouts.types import TrainSample
 from asyncrl.training import checkpoint, restoring
+from asyncrl.training.adapter import equip
 from asyncrl.training.errors import BatchError, ModelError
 from asyncrl.training.exact import exact
 from asyncrl.training.in_backward import UnitOptimizer, build_unit_optimizer
 from asyncrl.training.keeping import Keep
+from asyncrl.training.lora import merged_weights
 from asyncrl.training.mesh import Mesh
 from asyncrl.training.metrics import StepReport, StepSums
 from asyncrl.training.model import DTYPES, Policy
@@ -40,6 +43,7 @@ from asyncrl.training.rules import AdamWRule
 from asyncrl.training.saver import Saver
 from asyncrl.training.sharding import distribute
 from asyncrl.training.update import Update
+from asyncrl.weights.gather import Local
 
 
 class Trainer:
@@ -50,7 +54,10 @@ class Trainer:
         self.cfg, self.mesh, self.policy = cfg, mesh, policy
         self.compute = DTYPES[cfg.model.compute_dtype]
         policy.vocab_chunk = cfg.trainer.vocab_chunk
+        equip(policy, cfg, mesh)
         self.sharded = distribute(policy, mesh, cfg)
+        if policy.adapters and not cfg.model.adapter:
+            policy.adapters.start_magnitudes()
         trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
         self.parameters = list(trained.values())
         sent = {id(p) for _, p in self.named_parameters_hf()}
@@ -81,8 +88,25 @@ class Trainer:
         return self.optimizer.rule.moments if unit else AdamWRule.moments  # type: ignore[attr-defined]
 
     def named_parameters_hf(self) -> list[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor or DTensor) in model order; a tied weight appears once."""
-        return list(self.policy.lm.named_parameters())
+        """(Hugging Face name, tensor or DTensor) in model order; a tied weight appears once. What a checkpoint holds.
+
+        If adapters are trained, theirs alone (PEFT's name without its prefix).
+        """
+        adapters = self.policy.adapters
+        return list(adapters.parameters() if adapters else self.policy.lm.named_parameters())
+
+    def published(self) -> list[tuple[str, Tensor | Local]]:
+        """What engines get: all weights by Hugging Face name, adapters merged into them when they are read.
+
+        Collective if adapters are sharded.
+        """
+        adapters = self.policy.adapters
+        return merged_weights(self.policy) if adapters else list(self.named_parameters_hf())
+
+    def dropout(self) -> AbstractContextManager[None]:
+        """Around the forwards of a step that are trained: the adapters' inputs are dropped."""
+        adapters = self.policy.adapters
+        return adapters.dropping(self.version) if adapters else nullcontext()
 
     def save(self, root: str | Path, keep: int = 0) -> Path:
         """Collective. Writes ``root/step_<version>`` and waits for it; keeps the ``keep`` newest (0: all).

@@ -10,7 +10,7 @@ plain tensor is taken from rank 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,7 @@ class Local:
     tensor: Tensor
     shape: tuple[int, ...]
     block: Block | None  # None: replicated in full on every rank
+    change: Callable[[Tensor], Tensor] | None = None  # what travels is this of ``tensor``, made when it is read
 
 
 def local_of(name: str, parameter: Tensor) -> Local:
@@ -160,7 +161,8 @@ class Gatherer:
     # -- one rank's part ----------------------------------------------------------------------------------------------
 
     def _wire(self, i: int, local: Local) -> Tensor:
-        return local.tensor.to(device=self._device, dtype=self.manifest.specs[i].dtype).contiguous()
+        tensor = local.change(local.tensor) if local.change else local.tensor
+        return tensor.to(device=self._device, dtype=self.manifest.specs[i].dtype).contiguous()
 
     def _note_digest(self, i: int, block: Tensor) -> None:
         shape = self.manifest.specs[i].shape

@@ -83,7 +83,7 @@ class WeightPublisher:
 
     def __init__(
         self,
-        named_params: Callable[[], Iterable[tuple[str, Tensor]]],
+        named_params: Callable[[], Iterable[tuple[str, Tensor | Local]]],
         *,
         wire_dtype: str = "",
         rank: int = 0,
@@ -97,7 +97,8 @@ class WeightPublisher:
         plane: SendingPlane | None = None,
         **listener_options: Any,
     ) -> None:
-        """``named_params()``: (Hugging Face name, tensor or DTensor), the same order on all ranks and every time.
+        """``named_params()``: (Hugging Face name, tensor or DTensor), the same order on all ranks and every time; a
+        ``Local`` instead of a tensor says itself what this rank holds.
 
         ``wire_dtype``: of ``manifest.WIRE_DTYPES``; empty sends each tensor as it is. ``group``: used by this
         publisher alone, with a timeout beyond ``deadline_s``; None makes one if ``world`` > 1 (a collective call).
@@ -133,7 +134,7 @@ class WeightPublisher:
     def publish(self, version: int) -> None:
         """Begin to push the parameters as they are now. Raises what an earlier push died of."""
         self._check()
-        locals_ = [local_of(name, parameter) for name, parameter in self._named_params()]
+        locals_ = [p if isinstance(p, Local) else local_of(name, p) for name, p in self._named_params()]
         self._last = _Job(version, locals_, _mark(locals_))
         self._jobs.put(self._last)
 
