@@ -13,9 +13,6 @@ same machine writes the same bytes.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import math
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -36,8 +33,6 @@ if TYPE_CHECKING:
     from asyncrl.report.summary import Ended
     from asyncrl.training.metrics import StepReport
     from asyncrl.training.sft import SftTrainer
-
-TOKENIZER_TEXTS = 512  # training conversations that a new tokenizer is built from
 
 
 def run(cfg: Config, context: RunContext) -> None:
@@ -72,6 +67,7 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> None:
     from asyncrl.data.opening import open_data
     from asyncrl.training import checkpoint
     from asyncrl.training.keeping import keep_of
+    from asyncrl.training.new_model import with_new_model
     from asyncrl.training.opening import open_trainer
     from asyncrl.training.sft import SftTrainer
 
@@ -119,63 +115,6 @@ def due(step: int, every: int, cfg: Config) -> bool:
 def data_of(cfg: Config, data: Mixture) -> dict[str, Any]:
     """What decides which examples a step learns: with another value a resumed run would learn other ones."""
     return {**data.identity(), "sft.batch_size": cfg.sft.batch_size, "seed": cfg.seed}
-
-
-def with_new_model(cfg: Config, context: RunContext, corpus: Corpus) -> Config:
-    """``cfg`` with the path of an untrained model, which rank 0 writes to ``<run>/untrained`` unless it is there."""
-    folder = context.run_dir / "untrained"
-    if context.rank == 0:
-        if not folder.exists():
-            write_new_model(cfg, corpus, folder)
-        context.publish("new_model", str(folder))
-    path = context.await_published("new_model", cfg.deadline.start_s)
-    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=path))
-
-
-def write_new_model(cfg: Config, corpus: Corpus, folder: Path) -> None:
-    """A Hugging Face folder with random weights and a tokenizer of its own."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    from asyncrl.data.tokenizer import build_tokenizer
-
-    tokenizer = build_tokenizer(first_texts(corpus))
-    new = cfg.model.new
-    torch.manual_seed(cfg.seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=new.hidden_size,
-            num_hidden_layers=new.layers,
-            num_attention_heads=new.heads,
-            num_key_value_heads=new.kv_heads,
-            head_dim=new.head_dim,
-            intermediate_size=new.mlp_size,
-            max_position_embeddings=new.max_positions,
-            initializer_range=0.5 / math.sqrt(new.hidden_size),  # the usual 0.02 is for widths of about 1000
-            tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-        )
-    )
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    disable_progress_bar()
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    temporary.rename(folder)
-
-
-def first_texts(corpus: Corpus) -> list[str]:
-    """What the first ``TOKENIZER_TEXTS`` examples begin with; bad ones are left to their turn in the data."""
-    texts = []
-    for index in range(min(TOKENIZER_TEXTS, len(corpus))):
-        with contextlib.suppress(DataError):
-            example = corpus.example(index)
-            texts.append(example.messages[0]["content"] if example.messages else example.text or "")
-    return texts
 
 
 def encoded_heldout(

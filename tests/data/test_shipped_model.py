@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.config.load import REPOSITORY, register_schema, resolve
 from asyncrl.data.corpus import env_corpus
 from asyncrl.envs import load_env
-from asyncrl.modes.sft import write_new_model
+from asyncrl.training.new_model import write_new_model
 
 FOLDER = REPOSITORY / "asyncrl" / "assets" / "qwen3-tiny"
 
