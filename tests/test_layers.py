@@ -1,4 +1,4 @@
-"""The order of layers in DESIGN: imports point downwards, and every module can be imported."""
+"""The order of layers in DESIGN: imports point downwards, and every module can be imported. No module unpickles."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ LAYERS = [
     {"asyncrl.transport", "asyncrl.config"},
     {"kernels"},
 ]
+PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+PICKLING = {  # functions that pickle or unpickle unasked
+    "torch.save",
+    "torch.distributed.all_gather_object",
+    "torch.distributed.broadcast_object_list",
+    "torch.distributed.gather_object",
+    "torch.distributed.recv_object_list",
+    "torch.distributed.scatter_object_list",
+    "torch.distributed.send_object_list",
+}
 DEPTH = {package: depth for depth, layer in enumerate(LAYERS) for package in layer}
 FILES = sorted(
     path for folder in ("launch", "hydra_plugins", "asyncrl", "kernels") for path in (ROOT / folder).rglob("*.py")
@@ -100,6 +110,71 @@ def test_relative_imports_are_seen(tmp_path, monkeypatch):
     file = tmp_path / "asyncrl" / "config" / "bad.py"
     file.write_text("from ..modes import grpo\nfrom . import schema\n")
     assert imported_modules(file) == {"asyncrl.modes.grpo", "asyncrl.config.schema"}
+
+
+def dotted(node: ast.AST, known: dict[str, str]) -> str:
+    """The absolute dotted name that ``node`` is; empty if it is none. ``known``: what the file's imports call what."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id, node.id)
+    if isinstance(node, ast.Attribute) and (owner := dotted(node.value, known)):
+        return f"{owner}.{node.attr}"
+    return ""
+
+
+def says(call: ast.Call, keyword: str) -> bool:
+    """Whether ``call`` is given a true constant as ``keyword``."""
+    return any(k.arg == keyword and isinstance(k.value, ast.Constant) and k.value.value is True for k in call.keywords)
+
+
+def pickling(path: Path) -> list[str]:
+    """What in a file could pickle or unpickle something."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    known = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    safe = {call.func for call in calls if says(call, "weights_only")}
+    found = [module for module in imported_modules(path) if module.partition(".")[0] in PICKLES]
+    found += ["allow_pickle=True" for call in calls if says(call, "allow_pickle")]
+    for node in nodes:
+        name = dotted(node, known)
+        if name in PICKLING:
+            found.append(name)
+        elif name == "torch.load" and node not in safe:
+            found.append("torch.load without weights_only=True")
+    return [f"{path.relative_to(ROOT)} uses {name}" for name in found]
+
+
+def test_nothing_is_pickled():
+    """What is unpickled runs code: a file or a message that somebody else wrote must not."""
+    assert not [line for path in FILES for line in pickling(path)]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import pickle", True),
+        ("from pickle import loads", True),
+        ("def read():\n    import cloudpickle as p", True),
+        ("import torch\ntorch.save({}, 'x')", True),
+        ("from torch import save as write\nwrite({}, 'x')", True),
+        ("import torch.distributed as dist\ndist.broadcast_object_list([1])", True),
+        ("import torch\ntorch.distributed.all_gather_object([], 1)", True),
+        ("import torch\ntorch.load('x')", True),
+        ("import torch\ntorch.load('x', weights_only=False)", True),
+        ("import torch\nread = torch.load", True),
+        ("import numpy\nnumpy.load('x', allow_pickle=True)", True),
+        ("import torch\ntorch.load('x', weights_only=True)", False),
+        ("import torch\ntorch.zeros(3)\n'pickle'  # torch.save", False),
+    ],
+)
+def test_pickling_is_seen(tmp_path, monkeypatch, source, found):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "file.py").write_text(source)
+    assert bool(pickling(tmp_path / "file.py")) == found
 
 
 @pytest.mark.parametrize("name", [module_name(path) for path in FILES if path.parts[len(ROOT.parts)] != "launch"])
