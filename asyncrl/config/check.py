@@ -14,6 +14,7 @@ from typing import get_args, get_type_hints
 
 from asyncrl.config.context import Place
 from asyncrl.config.data import check_data, has_heldout
+from asyncrl.config.dpo import check_dpo
 from asyncrl.config.errors import ConfigError, Problem
 from asyncrl.config.levers import check_levers
 from asyncrl.config.load import REPOSITORY
@@ -192,6 +193,9 @@ def check_sft(config: Config) -> Iterator[Problem]:
         return
     sft, new = config.sft, config.model.new
     yield from check_data(config)
+    yield from check_dpo(config)
+    if sft.loss == "dpo":
+        yield Problem("sft.loss", "dpo is not part of this version", "sft.loss=likelihood")
     if sft.max_length > config.trainer.token_budget:
         yield Problem(
             "sft.max_length",
@@ -264,9 +268,11 @@ def check_run(config: Config) -> Iterator[Problem]:
 def check_checkpoint(config: Config) -> Iterator[Problem]:
     """A best checkpoint needs checkpoints that are evaluated, by what the mode measures."""
     wanted, every = config.checkpoint, config.eval.every
-    measured = "eval/loss" if config.mode == "sft" else "eval/accuracy"
-    if wanted.best_by not in ("", measured):
-        yield Problem("checkpoint.best_by", f"mode={config.mode} does not measure {wanted.best_by}", f"{measured}")
+    measured = ["eval/loss"] if config.mode == "sft" else ["eval/accuracy"]
+    if config.mode == "sft" and config.sft.loss == "dpo":
+        measured.append("eval/accuracy")
+    if wanted.best_by not in ("", *measured):
+        yield Problem("checkpoint.best_by", f"mode={config.mode} does not measure {wanted.best_by}", measured[0])
     if not wanted.keep_best:
         return
     if not has_heldout(config):

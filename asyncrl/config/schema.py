@@ -103,7 +103,10 @@ class EnvConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """GRPO's choices; ``loss_head`` is for mode sft too. Ratio is trainer log-prob over the engine's (behaviour)."""
+    """GRPO's choices; ``loss_head`` is for sft.loss=likelihood too.
+
+    Ratio is trainer log-prob over the engine's (behaviour).
+    """
 
     advantage: Literal["group_norm", "group_mean"] = "group_norm"  # (R - mean)/(std + eps) | R - mean
     advantage_eps: NonNegative = 1e-6
@@ -148,13 +151,16 @@ class DataConfig:
 class SftConfig:
     """What ``mode=sft`` learns. Steps, schedule, evaluation and checkpoints are those of trainer, optim, eval, ..."""
 
-    # Empty: the training items of env with their reference answers, and its held-out items.
+    # likelihood: of the answers | dpo: which of two answers is preferred (group dpo); every example is then a pair.
+    loss: Literal["likelihood", "dpo"] = "likelihood"
+    # Empty: the training items of env with their reference answers, and its held-out items. With loss=dpo each item's
+    # reference answer is preferred to a wrong one made of it (asyncrl/data/preferences.py).
     data: list[DataConfig] = field(default_factory=list)
     heldout: list[DataConfig] = field(default_factory=list)  # never learnt; all of it is evaluated (eval.every)
     # A record that cannot be learnt. stop: the run ends and names it. skip: it is counted (data/skipped/<reason>) and
     # the next of its source takes its place.
     on_error: Literal["stop", "skip"] = "stop"
-    batch_size: Positive = 128  # conversations an optimizer step, all ranks together
+    batch_size: Positive = 128  # conversations, or pairs, an optimizer step, all ranks together
     # Which tokens are targets. assistant: the assistant's messages, but those with "weight": 0 | last: its last message
     # | all: every token, the user's too. Of plain text every token is.
     train_on: Literal["assistant", "last", "all"] = "assistant"
@@ -163,6 +169,29 @@ class SftConfig:
     # without what came before; no preference can be split. Nothing is added at a cut. Counted as sample/skipped, ...
     too_long: Literal["error", "skip", "cut", "split"] = "error"
     export: str = ""  # folder that gets a copy of the last checkpoint's Hugging Face files, or of its PEFT files
+
+
+@dataclass
+class DpoConfig:
+    """Direct preference optimization, ``sft.loss=dpo``. See docs/dpo.md.
+
+    Of a pair, h = log(pi/ref)(chosen) - log(pi/ref)(rejected), sums over the learnt tokens of each side. The reference
+    is what the run starts from: the model without its adapters where new ones are trained, else its log-probs, computed
+    once before the first step (<run>/reference). No second model is held in either case.
+    """
+
+    # sigmoid: -log sigmoid(beta h), DPO (arXiv 2305.18290) | ipo: (h - 1/(2 beta))^2, stops at a finite h (arXiv
+    # 2310.12036) | hinge: max(0, 1 - beta h), no gradient from pairs that are told apart (arXiv 2309.06657).
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    beta: Above0 = 0.1  # how strongly the policy is held to the reference; smaller lets it go further
+    # Share of pairs whose two sides were exchanged by mistake: conservative DPO. Of sigmoid only.
+    label_smoothing: Annotated[float, Range(0, 0.5, open=("high",))] = 0.0
+    # Each side's log-ratio over its number of learnt tokens: length earns nothing. Needs a larger beta (5 in Tulu 3,
+    # arXiv 2411.15124).
+    length_normalised: bool = False
+    # Adds this times the mean negative log-likelihood of a token of the chosen answer (arXiv 2404.19733): its
+    # probability, which DPO alone may lower along with the rejected one's, stays up.
+    sft_weight: NonNegative = 0.0
 
 
 @dataclass
@@ -396,6 +425,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
