@@ -24,7 +24,6 @@ import hashlib
 import importlib.metadata
 import inspect
 import itertools
-import json
 import math
 import os
 import time
@@ -38,6 +37,7 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.silence import LOOKS, Silence
 from asyncrl.actors.versions import VersionSpans
+from asyncrl.config.model_folder import stop_token_ids
 from asyncrl.config.schema import GeneratorConfig
 from asyncrl.weights.vllm_plugin import BACKEND
 
@@ -103,19 +103,6 @@ def sample_seed(seed: int, ordinal: int, index: int) -> int:
     """63-bit seed of one sample, the same on every generator and after every restart."""
     key = f"{seed}/{ordinal}/{index}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
-
-
-def stop_token_ids(model: Path) -> list[int]:
-    """The ids that end a completion, from generation_config.json or else config.json of a model folder.
-
-    Raises ``ValueError`` if neither names one: completions would all run to their limit.
-    """
-    for file in ("generation_config.json", "config.json"):
-        path = model / file
-        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        if ids is not None:
-            return [int(i) for i in ids] if isinstance(ids, list) else [int(ids)]
-    raise ValueError(f"{model}: neither generation_config.json nor config.json has an eos_token_id")
 
 
 class Engine:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 from asyncrl.config.context import Place
-from asyncrl.config.data import check_data, has_heldout
+from asyncrl.config.data import check_data
 from asyncrl.config.dpo import check_dpo
 from asyncrl.config.errors import ConfigError, Problem
+from asyncrl.config.evaluation import check_best, check_evaluation
 from asyncrl.config.levers import check_levers
 from asyncrl.config.load import REPOSITORY
 from asyncrl.config.lora import check_lora
@@ -80,7 +81,9 @@ def check_sampling(config: Config) -> Iterator[Problem]:
 
 
 def check_lengths(config: Config) -> Iterator[Problem]:
-    """prompt + completion <= max_model_len <= token_budget."""
+    """prompt + completion <= max_model_len <= token_budget; ``mode=sft`` has no engines."""
+    if config.mode == "sft":
+        return
     context = config.generator.max_model_len
     for key, tokens in (
         ("sampling.max_tokens", config.sampling.max_tokens),
@@ -265,33 +268,6 @@ def check_run(config: Config) -> Iterator[Problem]:
         yield Problem("resume", f"{folder} is not the folder of a run (no config.json)", "give the folder of a run")
 
 
-def check_checkpoint(config: Config) -> Iterator[Problem]:
-    """A best checkpoint needs checkpoints that are evaluated, by what the mode measures."""
-    wanted, every = config.checkpoint, config.eval.every
-    measured = ["eval/loss"] if config.mode == "sft" else ["eval/accuracy"]
-    if config.mode == "sft" and config.sft.loss == "dpo":
-        measured.append("eval/accuracy")
-    if wanted.best_by not in ("", *measured):
-        yield Problem("checkpoint.best_by", f"mode={config.mode} does not measure {wanted.best_by}", measured[0])
-    if not wanted.keep_best:
-        return
-    if not has_heldout(config):
-        yield Problem("checkpoint.keep_best", "there are no held-out items to find the best by", "0, or held-out items")
-    elif not every or not wanted.every:
-        never = "eval.every" if not every else "checkpoint.every"
-        yield Problem(
-            "checkpoint.keep_best",
-            f"only the last checkpoint would be evaluated ({never}=0)",
-            f"{never}={every or wanted.every or 10}, or checkpoint.keep_best=0",
-        )
-    elif math.lcm(every, wanted.every) > config.trainer.steps:
-        yield Problem(
-            "checkpoint.keep_best",
-            f"no step but the last is both saved (every {wanted.every}) and evaluated (every {every})",
-            f"eval.every={wanted.every}, or checkpoint.keep_best=0",
-        )
-
-
 def check_ranks(config: Config, place: Place) -> Iterator[Problem]:
     """Trainer ranks of other machines reach the controller, which is beside rank 0."""
     remote = place.world_size > place.local_world_size
@@ -375,7 +351,8 @@ CHECKS: list[Callable[[Config], Iterator[Problem]]] = [
     check_env,
     check_model,
     check_sft,
-    check_checkpoint,
+    check_evaluation,
+    check_best,
     check_optimizer,
     check_lora,
     check_installation,

@@ -102,6 +102,19 @@ def _check_safetensors(path: Path) -> Iterator[Problem]:
         yield Problem(KEY, message, f"give weights of type {', '.join(sorted(TRAINABLE_DTYPES))}")
 
 
+def stop_token_ids(model: Path) -> list[int]:
+    """The ids that end a completion, from generation_config.json or else config.json of a model folder.
+
+    Raises ``ValueError`` if neither names one: completions would all run to their limit.
+    """
+    for file in ("generation_config.json", "config.json"):
+        path = model / file
+        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if ids is not None:
+            return [int(i) for i in ids] if isinstance(ids, list) else [int(ids)]
+    raise ValueError(f"{model}: neither generation_config.json nor config.json has an eos_token_id")
+
+
 def read_safetensors_header(path: Path) -> dict[str, Any]:
     """The header: tensor name -> dtype, shape and offsets. Raises OSError, or ValueError when the file is damaged."""
     size = path.stat().st_size

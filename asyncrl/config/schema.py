@@ -168,7 +168,9 @@ class SftConfig:
     # A longer one is an error | skip: left out | cut: its first max_length tokens | split: pieces of that length, each
     # without what came before; no preference can be split. Nothing is added at a cut. Counted as sample/skipped, ...
     too_long: Literal["error", "skip", "cut", "split"] = "error"
-    export: str = ""  # folder that gets a copy of the last checkpoint's Hugging Face files, or of its PEFT files
+    # Folder that gets a copy of the Hugging Face files (of adapters the PEFT files) of the last checkpoint; of the best
+    # one if checkpoint.keep_best is set.
+    export: str = ""
 
 
 @dataclass
@@ -352,10 +354,19 @@ class RewardConfig:
 
 @dataclass
 class EvalConfig:
-    """Greedy held-out accuracy by the engines: at the start, at the end and every ``every`` steps (0: never)."""
+    """Of held-out items, at the start, at the end and every ``every`` steps (0: never).
+
+    Mode grpo: greedy accuracy, by the engines. Mode sft: the loss, and what the model answers (docs/sft.md).
+    """
 
     every: Count = 0
-    max_tokens: Count = 0  # 0: sampling.max_tokens
+    max_tokens: Count = 0  # of an answer; 0: sampling.max_tokens
+    # Mode sft: so many held-out prompts are answered greedily by the model as it is (<run>/generations.jsonl). Answers
+    # to items of env are scored: eval/accuracy. Costs a forward a token, for all prompts together.
+    generations: Count = 0
+    # Mode sft: the run ends, well, once so many evaluations in a row were no better by checkpoint.best_by than the best
+    # before them; 0: never.
+    patience: Count = 0
 
 
 @dataclass
@@ -365,7 +376,8 @@ class CheckpointConfig:
     every: Count = 20  # optimizer steps; 0: only at the end
     keep: Positive = 2  # the newest; each costs disk space for weights and optimizer state
     keep_best: Count = 0  # so many more, the best of those evaluated (eval.every); root/best is a link to the first
-    best_by: Literal["", "eval/accuracy", "eval/loss"] = ""  # empty: accuracy, in mode sft the held-out loss
+    # Also of eval.patience. Empty: accuracy, in mode sft the held-out loss.
+    best_by: Literal["", "eval/accuracy", "eval/loss"] = ""
     # Copies of the state (weights and optimizer state over the number of ranks) in host memory, which is kept from one
     # to the next. 2: training does not wait while one is still written; it takes a second copy only then. 1: it waits.
     copies: Positive = 2

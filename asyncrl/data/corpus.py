@@ -72,6 +72,10 @@ class EnvCorpus:
             )
         return Example(item.item_id, [*item.messages, {"role": "assistant", "content": answer}])
 
+    def score(self, index: int, answer: str) -> float:
+        """What the task's scorer gives ``answer`` to item ``index``; what it raises passes through."""
+        return self._env.score(answer, self._env.item(index).entry)
+
 
 def reference_answer(entry: dict[str, Any]) -> Any:
     """``answer`` of a reasoning-gym entry, or of the data that a user's function returned; None if there is none."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from asyncrl.data.tokens import Conversation
     from asyncrl.report.reporter import Reporter
     from asyncrl.report.summary import Ended
+    from asyncrl.training.answering import Answering
     from asyncrl.training.metrics import StepReport
     from asyncrl.training.sft import SftTrainer
 
@@ -43,7 +44,7 @@ def run(cfg: Config, context: RunContext) -> None:
     ended: Ended = "failed"
     reason = ""
     try:
-        train(cfg, context, reporter)
+        reason = train(cfg, context, reporter)
         ended = "finished"
     except DataError as error:
         reason = str(error)
@@ -59,13 +60,16 @@ def run(cfg: Config, context: RunContext) -> None:
             reporter.finish(reporter.summary(ended, reason))
 
 
-def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> None:
+def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> str:
+    """Returns why it ended before its last step; empty if it did not."""
     from transformers import AutoTokenizer
 
     from asyncrl.data.chat import encode
     from asyncrl.data.lengths import fates
     from asyncrl.data.opening import open_data
     from asyncrl.training import checkpoint
+    from asyncrl.training.answering import Answering
+    from asyncrl.training.early_stop import EarlyStop
     from asyncrl.training.keeping import keep_of
     from asyncrl.training.new_model import with_new_model
     from asyncrl.training.opening import open_trainer
@@ -87,11 +91,12 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> None:
         return encode(tokenizer, example, cfg.sft)
 
     unseen = encoded_heldout(heldout, encoded, cfg, reporter)
+    answering, early = Answering(cfg, trainer, heldout, tokenizer), EarlyStop(cfg, trainer.position)
     if reporter is not None:
         reporter.start_training()
     if trainer.version == 0:
-        evaluate(trainer, unseen, reporter)
-    while trainer.version < cfg.trainer.steps:
+        early.see(0, evaluate(trainer, unseen, answering, reporter))
+    while trainer.version < cfg.trainer.steps and not early.reason:
         trainer.saves.check()
         examples = data.take(cfg.sft.batch_size, encoded)
         report = trainer.learn(samples_of(examples))
@@ -99,12 +104,15 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> None:
             figures = {**measured(report), **fates(examples), **data.metrics(), **trainer.saves.metrics()}
             reporter.step({"step": report.version, **figures})
         if due(trainer.version, cfg.eval.every, cfg):
-            evaluate(trainer, unseen, reporter)
-        if due(trainer.version, cfg.checkpoint.every, cfg):
-            checkpoint.begin(trainer, checkpoints, keep_of(cfg, context.run_dir), data.position())
+            early.see(trainer.version, evaluate(trainer, unseen, answering, reporter))
+        if early.reason or due(trainer.version, cfg.checkpoint.every, cfg):
+            position = {**data.position(), **early.position()}
+            checkpoint.begin(trainer, checkpoints, keep_of(cfg, context.run_dir), position)
     trainer.saves.close()
-    if cfg.sft.export and context.rank == 0:
-        export(checkpoints, Path(cfg.sft.export), checkpoint.export_of(trainer).folder)
+    if cfg.sft.export and reporter is not None:
+        exported = export(checkpoints, Path(cfg.sft.export), checkpoint.export_of(trainer).folder, cfg)
+        reporter.event(f"{exported} is exported to {cfg.sft.export}")
+    return early.reason
 
 
 def due(step: int, every: int, cfg: Config) -> bool:
@@ -136,12 +144,18 @@ def samples_of(examples: Iterable[Encoded[Conversation]]) -> list[Conversation]:
     return [sample for example in examples for sample in example.samples]
 
 
-def evaluate(trainer: SftTrainer, unseen: list[Conversation], reporter: Reporter | None) -> None:
-    """Report the loss on the held-out conversations, if there are any."""
-    if unseen:
-        loss = trainer.loss(unseen)
-        if reporter is not None:
-            reporter.evaluation(trainer.version, {"eval/loss": loss, "eval/items": len(unseen)})
+def evaluate(
+    trainer: SftTrainer, unseen: list[Conversation], answering: Answering, reporter: Reporter | None
+) -> dict[str, float]:
+    """Report the loss on the held-out conversations and what the policy answers, if there are any; the figures."""
+    if not unseen:
+        return {}
+    answers = answering()
+    figures = {"eval/loss": trainer.loss(unseen), "eval/items": len(unseen), **answers.figures}
+    if reporter is not None:
+        reporter.evaluation(trainer.version, figures)
+        reporter.generations(trainer.version, answers.rows)
+    return figures
 
 
 def measured(report: StepReport) -> dict[str, float | str]:
@@ -152,14 +166,20 @@ def measured(report: StepReport) -> dict[str, float | str]:
     return {key: value for key, value in report.metrics().items() if key.removeprefix("train/") in kept}
 
 
-def export(checkpoints: Path, target: Path, folder: str) -> None:
-    """Copy the newest checkpoint's folder for other programs (``hf`` or ``adapter``) to ``target``, replacing it."""
+def export(checkpoints: Path, target: Path, folder: str, cfg: Config) -> str:
+    """Copy a checkpoint's folder for other programs (``hf`` or ``adapter``) to ``target``, replacing it; its name.
+
+    The checkpoint is the best one if ``checkpoint.keep_best`` is set and any has a finite score, else the newest.
+    """
     from asyncrl.training.checkpoint import latest
     from asyncrl.training.files import publish
+    from asyncrl.training.keeping import BEST_LINK
 
-    newest = latest(checkpoints)
-    assert newest is not None, "a checkpoint is saved after the last step"
+    best = checkpoints / BEST_LINK
+    chosen = best.resolve() if cfg.checkpoint.keep_best and best.exists() else latest(checkpoints)
+    assert chosen is not None, "a checkpoint is saved after the last step"
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(newest / folder, temporary)
+    shutil.copytree(chosen / folder, temporary)
     publish(temporary, target)
+    return chosen.name

@@ -20,7 +20,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,6 +33,8 @@ from asyncrl.report.metrics import MetricsWriter, read_lines
 from asyncrl.report.summary import Ended, Summary, SummaryBuilder
 from asyncrl.report.wandb_writer import WandbWriter
 
+ROLLOUT_COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "version", "finish_reason", "generator")
+GENERATION_COLUMNS = ("step", "prompt", "answer", "reference", "ended", "score")
 _PACE = 0.2  # weight of the newest step in the running mean of seconds a step
 
 
@@ -126,9 +128,30 @@ class Reporter:
         return self._wandb is not None and every > 0 and (step % every == 0 or step == 1)
 
     def rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Send the first ``report.wandb.rollouts_rows`` of ``rows`` (keys: wandb_writer.ROLLOUT_COLUMNS) as a table."""
+        """Send the first ``report.wandb.rollouts_rows`` of ``rows`` (keys: ``ROLLOUT_COLUMNS``) as a table."""
+        self._table("rollouts", step, ROLLOUT_COLUMNS, rows)
+
+    def generations(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Held-out answers of version ``step``: a line of ``generations.jsonl`` each, the first ones as a table.
+
+        ``rows``: dicts with the keys ``GENERATION_COLUMNS``. The first is shown on the console.
+        """
+        if not rows:
+            return
+        records = [{"step": step, "attempt": self.attempt, **row} for row in rows]
+        try:
+            with open(self.run_dir / "generations.jsonl", "a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(record) + "\n" for record in records))
+        except OSError as error:  # a full disk, which costs these lines and not the run
+            self.event(f"generations.jsonl: lines lost: {error}", warning=True)
+        first = rows[0]
+        asked, answer, known = first["prompt"][-60:], first["answer"][:80], first["reference"][:60]
+        self.event(f"step {step} answers {asked!r} with {answer!r} (in the data {known!r})")
+        self._table("generations", step, GENERATION_COLUMNS, records)
+
+    def _table(self, name: str, step: int, columns: Sequence[str], rows: list[dict[str, Any]]) -> None:
         if self._wandb is not None:
-            self._wandb.rollouts(step, rows[: self._cfg.report.wandb.rollouts_rows])
+            self._wandb.table(name, step, columns, rows[: self._cfg.report.wandb.rollouts_rows])
 
     def event(self, text: str, warning: bool = False) -> None:
         """Show ``text`` above the live line and keep it in ``events.jsonl``. Any thread may call it."""
@@ -207,7 +230,7 @@ class Reporter:
 
 def closing_line(summary: Summary) -> str:
     """The run in one line, for the end of the console."""
-    how = summary.ended if summary.ended == "finished" else f"{summary.ended}: {summary.reason}"
+    how = f"{summary.ended}: {summary.reason}" if summary.reason else summary.ended
     accuracy = ""
     if summary.accuracy_initial is not None and summary.accuracy_final is not None:
         accuracy = f", held-out accuracy {summary.accuracy_initial:.3f} -> {summary.accuracy_final:.3f}"

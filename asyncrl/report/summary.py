@@ -45,7 +45,7 @@ class Summary:
 
     mode: str
     ended: Ended
-    reason: str  # empty when finished
+    reason: str  # empty when it finished with its last step
     seed: int
     attempts: int = 1
     started: str = ""  # UTC, ISO 8601, of this attempt

@@ -96,9 +96,9 @@ class Run:
     def metrics(self, record: dict[str, Any]) -> None:
         self.run.log({key: value for key, value in record.items() if value is not None})
 
-    def rollouts(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
+    def table(self, name: str, step: int, columns: list[str], rows: list[list[Any]]) -> None:
         table = self._wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
-        self.run.log({"rollouts": table, "step": step})
+        self.run.log({name: table, "step": step})
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
         self.run.summary.update(summary)
@@ -129,7 +129,7 @@ def serve(messages: Iterator[dict[str, Any]], replies: IO[str]) -> int:
             if message["kind"] == "metrics":
                 run.metrics(message["record"])
             else:
-                run.rollouts(message["step"], message["columns"], message["rows"])
+                run.table(message["name"], message["step"], message["columns"], message["rows"])
             reply(kind="done", n=message["n"])
         except (wandb.errors.Error, OSError, ValueError, TypeError) as error:
             reply(kind="error", text=f"{type(error).__name__}: {error}")

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from typing import Any
 from asyncrl.config.processes import clean_environment
 from asyncrl.config.schema import WandbConfig
 
-ROLLOUT_COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "version", "finish_reason", "generator")
 INIT_TIMEOUT_S = 30.0  # wandb's own; after it the child goes offline
 INIT_DEADLINE_S = 90.0  # ours, for a child that hangs: import, both tries
 MAX_RECORDS = 2000
@@ -95,10 +94,10 @@ class WandbWriter:
         """Queue one record of metrics, keys as in ``metrics.jsonl``."""
         self._put(kind="metrics", record=dict(record))
 
-    def rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Queue one table; a row is a dict with the keys ``ROLLOUT_COLUMNS``, an absent one is empty."""
-        cells = [[row.get(column) for column in ROLLOUT_COLUMNS] for row in rows]
-        self._put(kind="rollouts", step=step, columns=list(ROLLOUT_COLUMNS), rows=cells)
+    def table(self, name: str, step: int, columns: Sequence[str], rows: list[dict[str, Any]]) -> None:
+        """Queue one table under the key ``name``; a row is a dict with the keys ``columns``, an absent one is empty."""
+        cells = [[row.get(column) for column in columns] for row in rows]
+        self._put(kind="table", name=name, step=step, columns=list(columns), rows=cells)
 
     def finish(self, summary: Mapping[str, Any], exit_code: int, deadline_s: float = 10.0) -> int:
         """Send what is queued and end the run within ``deadline_s``; returns ``dropped``."""

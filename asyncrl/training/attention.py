@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,15 @@ from asyncrl.training.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+class Attends(Protocol):
+    """What may stand where a packed row's documents do: it is asked instead (asyncrl/training/generation.py)."""
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor: ...
+
 
 ATTENTION = "asyncrl_documents"
 UNCOMPILED = "asyncrl_documents_uncompiled"
@@ -37,7 +46,7 @@ def document_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    documents: Documents | None = None,
+    documents: Documents | Attends | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: (1, H, T, D), (1, Hk, T, D) twice -> (1, T, H, D) and no weights.
@@ -52,11 +61,18 @@ def document_attention(
         raise ModelError(f"{type(module).__name__} asks attention for {', '.join(what)}, which is not supported")
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and documents.cu_seqlens is not None:
-        out_THD = _flash(q_THD, k_THD, v_THD, documents, scale, sliding_window)
+    if isinstance(documents, Documents):
+        out_THD = attend_documents(q_THD, k_THD, v_THD, documents, scale, sliding_window)
     else:
-        out_THD = _padded(q_THD, k_THD, v_THD, documents, scale, sliding_window)
+        out_THD = documents.attend(module, q_THD, k_THD, v_THD, scale, sliding_window)
     return out_THD[None], None
+
+
+def attend_documents(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, window: int | None) -> Tensor:
+    """(T, H, D), (T, Hk, D) twice -> (T, H, D), each token seeing those of its own document up to itself."""
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and documents.cu_seqlens is not None:
+        return _flash(q, k, v, documents, scale, window)
+    return _padded(q, k, v, documents, scale, window)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, window: int | None) -> Tensor:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.config.evaluation import best_by
 from asyncrl.config.schema import Config
 from asyncrl.report.metrics import read_lines
 from asyncrl.training.files import numbered, remove
@@ -27,8 +28,7 @@ class Keep:
 def keep_of(cfg: Config, run_dir: Path) -> Keep:
     """What the configuration wants kept of the run in ``run_dir``."""
     wanted = cfg.checkpoint
-    metric = wanted.best_by or ("eval/loss" if cfg.mode == "sft" else "eval/accuracy")
-    return Keep(wanted.keep, wanted.keep_best, metric, run_dir / "metrics.jsonl")
+    return Keep(wanted.keep, wanted.keep_best, best_by(cfg), run_dir / "metrics.jsonl")
 
 
 def tidy(root: Path, prefix: str, keep: Keep) -> None:

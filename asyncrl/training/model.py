@@ -20,12 +20,14 @@ from asyncrl.training.documents import TakeRows
 from asyncrl.training.errors import ModelError
 from asyncrl.training.head import LogitRule
 from asyncrl.training.packing import PackedBatch
+from kernels.likeliest import likeliest
 from kernels.logprob import VOCAB_CHUNK, selected_logprob
 from kernels.policy_loss import CHUNK_BYTES, TokenLoss, policy_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from asyncrl.training.generation import Cache
     from asyncrl.training.lora import Adapters
 
 # Of activations; with float8 only the products of the layers are in 8 bits.
@@ -86,6 +88,16 @@ class Policy(nn.Module):
             return logp_M, entropy_M.detach()
         known = objective.token_loss, objective.extras
         return policy_loss(*operands, *known, temperature, chunk_bytes=objective.chunk_bytes, **rule)
+
+    def next_tokens(self, input_T: Tensor, cache: Cache) -> Tensor:
+        """The likeliest token after each row of ``cache``, of which ``input_T`` are the newest tokens: (B,).
+
+        What a model does to its logits after the projection keeps their order.
+        """
+        hidden_1TE = self.lm.base_model(
+            input_ids=input_T[None], position_ids=cache.places()[1][None], use_cache=False, documents=cache
+        ).last_hidden_state
+        return likeliest(hidden_1TE[0, cache.ends()], self._head.weight, self._head.bias)
 
     @property
     def _head(self) -> nn.Linear:

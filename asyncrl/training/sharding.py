@@ -19,7 +19,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config.lora import held_dtype
@@ -71,6 +77,7 @@ def distribute(policy: Policy, mesh: Mesh, cfg: Config) -> bool:
     for layer in layers(policy.lm):
         fully_shard(layer, **options)  # moves one unit at a time: the whole model never lies on one device
     fully_shard(policy, **options)
+    register_fsdp_forward_method(policy, "next_tokens")
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             if mesh.device.type == "cpu":

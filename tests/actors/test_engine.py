@@ -18,9 +18,9 @@ from asyncrl.actors.engine import (
     is_cpu_build,
     prepare_environment,
     sample_seed,
-    stop_token_ids,
 )
 from asyncrl.actors.versions import VersionSpans
+from asyncrl.config.model_folder import stop_token_ids
 from asyncrl.config.schema import GeneratorConfig
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.config.check import check_checkpoint
 from asyncrl.config.dpo import check_dpo
 from asyncrl.config.errors import ConfigError
+from asyncrl.config.evaluation import check_best
 from asyncrl.config.files import from_dict
 
 
@@ -53,6 +53,6 @@ def test_values_out_of_range(values):
 def test_both_held_out_figures_can_choose_the_best_checkpoint():
     for metric in ("eval/loss", "eval/accuracy"):
         keep = {"checkpoint": {"keep_best": 1, "best_by": metric}, "eval": {"every": 20}}
-        assert not list(check_checkpoint(from_dict({"mode": "sft", "sft": {"loss": "dpo"}, **keep})))
-        refused = list(check_checkpoint(from_dict({"mode": "sft", **keep})))
+        assert not list(check_best(from_dict({"mode": "sft", "sft": {"loss": "dpo"}, **keep})))
+        refused = list(check_best(from_dict({"mode": "sft", **keep})))
         assert bool(refused) == (metric == "eval/accuracy")

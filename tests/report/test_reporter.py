@@ -29,8 +29,8 @@ class FakeWandb:
     def log(self, record) -> None:
         self.records.append(dict(record))
 
-    def rollouts(self, step, rows) -> None:
-        self.tables.append((step, rows))
+    def table(self, name, step, columns, rows) -> None:
+        self.tables.append((step, rows, name, columns))
 
     def finish(self, summary, exit_code, deadline_s) -> int:
         self.ended = (summary["ended"], exit_code)
@@ -184,6 +184,34 @@ def test_rollouts_are_asked_for_every_n_steps_and_cut_to_the_limit(tmp_path):
     plain, _, _ = make(tmp_path)
     assert not plain.wants_rollouts(10)
     close(plain)
+
+
+def test_generations_are_kept_shown_and_sent(tmp_path):
+    wandb = FakeWandb()
+    reporter, _, out = make(tmp_path, wandb)
+    rows = [{"prompt": "p" * 70, "answer": f"a{n}", "reference": "r", "ended": True, "score": n} for n in range(20)]
+    reporter.generations(3, rows)
+    reporter.generations(5, rows[:1])
+    close(reporter)
+    lines = [json.loads(line) for line in (tmp_path / "generations.jsonl").read_text().splitlines()]
+    assert lines == [{"step": step, "attempt": 0, **row} for step, row in [(3, r) for r in rows] + [(5, rows[0])]]
+    assert f"step 3 answers '{'p' * 60}' with 'a0' (in the data 'r')" in out.getvalue()
+    step, sent, name, columns = wandb.tables[0]
+    assert (step, name, len(sent)) == (3, "generations", 16) and set(columns) <= sent[0].keys()
+
+
+def test_generations_that_cannot_be_written_do_not_end_the_run(tmp_path):
+    reporter, _, out = make(tmp_path)
+    (tmp_path / "generations.jsonl").mkdir()
+    reporter.generations(3, [{"prompt": "p", "answer": "a", "reference": "r", "ended": True, "score": None}])
+    close(reporter)
+    assert "generations.jsonl: lines lost" in out.getvalue()
+
+
+def test_a_run_that_finished_early_says_why(tmp_path):
+    reporter, _, out = make(tmp_path)
+    close(reporter, "finished", "stopped early")
+    assert "finished: stopped early after 0 steps" in out.getvalue()
 
 
 def test_a_nonfinite_metric_shows_as_missing_and_is_counted(tmp_path):

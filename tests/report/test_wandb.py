@@ -20,8 +20,9 @@ import pytest
 
 from asyncrl.config.schema import WandbConfig
 from asyncrl.report import wandb_writer
+from asyncrl.report.reporter import ROLLOUT_COLUMNS
 from asyncrl.report.wandb_process import choose_mode
-from asyncrl.report.wandb_writer import ROLLOUT_COLUMNS, WandbWriter
+from asyncrl.report.wandb_writer import WandbWriter
 
 FAKE_ERRORS = """
 class errors:
@@ -100,7 +101,9 @@ def test_real_wandb_offline_gets_metrics_axes_table_and_summary(tmp_path):
     writer = make(tmp_path, events, environ())
     for step in (1, 2, 3):
         writer.log({"step": step, "reward/mean": step / 10, "train/loss": None})
-    writer.rollouts(3, [dict.fromkeys(ROLLOUT_COLUMNS, "x") | {"reward": 1.0}, {"prompt": "only"}])
+    writer.table(
+        "rollouts", 3, ROLLOUT_COLUMNS, [dict.fromkeys(ROLLOUT_COLUMNS, "x") | {"reward": 1.0}, {"prompt": "only"}]
+    )
     assert writer.finish({"accuracy_final": 0.9}, 0, deadline_s=60) == 0
     assert writer.mode == "offline"
     assert events.warnings == []
@@ -305,5 +308,5 @@ def test_rollout_rows_may_hold_numpy_numbers(tmp_path):
     import numpy as np
 
     writer = make(tmp_path, Events(), environ(WANDB_MODE="disabled"))
-    writer.rollouts(1, [{"reward": np.float32(0.5), "version": np.int64(3)}])
+    writer.table("rollouts", 1, ROLLOUT_COLUMNS, [{"reward": np.float32(0.5), "version": np.int64(3)}])
     assert writer.finish({}, 0, 60) == 0

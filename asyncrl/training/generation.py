@@ -1,0 +1,141 @@
+"""Greedy completions by the policy that is being trained, as it lies on the ranks: sharded, split, with adapters.
+
+    prompts, packed as documents -> next token of each -> one token a row, keys and values of the others kept -> ...
+
+The layers are called as in training; only what attention does with queries, keys and values differs: :class:`Cache`
+stands where a packed row's documents do. A completion ends after the first of the stop tokens, which is part of it, or
+after ``max_tokens``, as an engine ends it.
+
+Under FSDP2 every forward is a collective, so ranks step together until the last of them has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from asyncrl.rollouts.packing import plan
+from asyncrl.training.attention import attend_documents
+from asyncrl.training.documents import Documents
+from asyncrl.training.exact import exact
+from asyncrl.training.step import Trainer
+
+# What a rank without a prompt continues, so that it takes part in the collectives.
+_DUMMY = np.zeros(1, dtype=np.int32)
+
+
+@dataclass
+class Cache:
+    """Keys and values of each attention layer for B rows, which grow by one token a forward.
+
+    The first forward has all prompts in one packed row, longest first; each later one a token of every row.
+    ``lengths_B``: tokens of a row before this forward.
+    """
+
+    prompts: Documents
+    room: int  # most tokens of a row
+    lengths_B: Tensor
+    longest: int = 0
+    kept: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)  # (B, room, Hk, D) each
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], max_tokens: int, device: torch.device) -> Cache:
+        """For prompts of ``lengths`` tokens, longest first."""
+        documents = Documents(list(lengths), device=device)
+        nothing = torch.zeros(len(lengths), dtype=torch.int64, device=device)
+        return cls(documents, max(lengths) + max_tokens, nothing)
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """(T, H, D), (T, Hk, D) twice -> (T, H, D), with what the rows hold already."""
+        rows, at = self.places()
+        if module not in self.kept:
+            empty = [x.new_zeros(len(self.lengths_B), self.room, *x.shape[1:]) for x in (k, v)]
+            self.kept[module] = empty[0], empty[1]
+        keys, values = self.kept[module]
+        keys[rows, at], values[rows, at] = k, v
+        if not self.longest:
+            return attend_documents(q, k, v, self.prompts, scale, window)
+        seen = self.longest + 1
+        j = torch.arange(seen, device=q.device)
+        mask_BK = j <= at[:, None]
+        if window is not None:
+            mask_BK &= at[:, None] - j < window
+        # Query heads that share a key head become query rows of it.
+        q_BHRD = q.unflatten(1, (k.shape[1], -1))
+        k_BHKD, v_BHKD = keys[:, :seen].transpose(1, 2), values[:, :seen].transpose(1, 2)
+        out = F.scaled_dot_product_attention(q_BHRD, k_BHKD, v_BHKD, attn_mask=mask_BK[:, None, None], scale=scale)
+        return out.flatten(1, 2)
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """(row, position in it) of each token of this forward."""
+        device = self.lengths_B.device
+        if self.longest:
+            return torch.arange(len(self.lengths_B), device=device), self.lengths_B
+        lengths = self.prompts.stem_lengths
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        at = np.concatenate([np.arange(n) for n in lengths])
+        return torch.from_numpy(rows).to(device), torch.from_numpy(at).to(device)
+
+    def ends(self) -> Tensor:
+        """Where in this forward's tokens the last one of each row is: (B,)."""
+        if self.longest:
+            return torch.arange(len(self.lengths_B), device=self.lengths_B.device)
+        return torch.from_numpy(np.cumsum(self.prompts.stem_lengths) - 1).to(self.lengths_B.device)
+
+    def grow(self) -> None:
+        """After a forward: its tokens are in the rows."""
+        if self.longest:
+            self.lengths_B, self.longest = self.lengths_B + 1, self.longest + 1
+        else:
+            self.lengths_B = torch.tensor(self.prompts.stem_lengths, device=self.lengths_B.device)
+            self.longest = self.prompts.stem_lengths[0]
+
+
+def complete(
+    trainer: Trainer, prompts: Sequence[NDArray[np.int32]], max_tokens: int, stop: Collection[int]
+) -> list[NDArray[np.int32]]:
+    """Collective. The greedy completion of each of ``prompts``, which are the same on every rank, as all results are.
+
+    Data ranks share the prompts. So many are completed at a time as ``trainer.token_budget`` holds with their
+    completions. Of tokens with equal logits the first is taken.
+    """
+    if not prompts:
+        return []
+    mesh, lengths = trainer.mesh, [len(prompt) + max_tokens for prompt in prompts]
+    packing = plan(lengths, mesh.data_ranks, max([trainer.cfg.trainer.token_budget, *lengths]))
+    drawn = torch.full((len(prompts), max_tokens), -1, dtype=torch.int64)
+    with exact(trainer.compute):
+        for micro in packing.rank[mesh.data_rank].micro:
+            found = _together(trainer, [prompts[i] for i in micro] or [_DUMMY], max_tokens, stop)
+            if micro:
+                drawn[micro] = found
+    whole = mesh.data_rows(drawn.flatten()).amax(0).view_as(drawn)
+    return [row[row >= 0].numpy().astype(np.int32) for row in whole]
+
+
+@torch.no_grad()
+def _together(trainer: Trainer, prompts: Sequence[NDArray[np.int32]], max_tokens: int, stop: Collection[int]) -> Tensor:
+    """The completions (B, max_tokens) of prompts that fit in memory together, -1 after their ends; on the CPU."""
+    mesh = trainer.mesh
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    cache = Cache.of([len(prompts[i]) for i in order], max_tokens, mesh.device)
+    stops = torch.tensor(sorted(stop), device=mesh.device)
+    next_T = torch.from_numpy(np.concatenate([prompts[i] for i in order])).to(mesh.device, torch.int64)
+    running_B = torch.ones(len(prompts), dtype=torch.bool, device=mesh.device)
+    drawn: list[Tensor] = []
+    for _ in range(max_tokens):
+        next_T = trainer.policy.next_tokens(next_T, cache)
+        cache.grow()
+        drawn.append(torch.where(running_B, next_T, -1))
+        running_B = running_B & ~torch.isin(next_T, stops)
+        if not mesh.gather_rows(running_B.any()[None].to(torch.int64)).any():
+            break
+    found = torch.full((len(prompts), max_tokens), -1, dtype=torch.int64)
+    found[order, : len(drawn)] = torch.stack(drawn, 1).to("cpu")
+    return found
