@@ -12,19 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kernels.dropout import ODD, drop, kept, mix
+
 if TYPE_CHECKING:
     from asyncrl.training.packing import PackedBatch
-
-_ODD = -7046029254386353131  # 2^64 over the golden ratio, as int64
-_MIX = (-4658895280553007687, -7723592293110705685)
-_MIX_32 = (0x7FEB352D, -2073254261)
-
-
-def mix(x: Tensor) -> Tensor:
-    """A one-to-one hash of int64 values: SplitMix64's finalizer (Steele, Lea and Flood 2014, figure 16)."""
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX[0]
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX[1]
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
 def token_keys(batch: PackedBatch, seed: int, step: int) -> Tensor:
@@ -35,22 +26,10 @@ def token_keys(batch: PackedBatch, seed: int, step: int) -> Tensor:
     ids_T, position_T = batch.input_1T[0], batch.position_1T[0]
     lengths = torch.tensor(documents.stem_lengths, device=ids_T.device)
     document_T = torch.arange(len(lengths), device=ids_T.device).repeat_interleave(lengths, output_size=len(ids_T))
-    token_T = mix(ids_T * _ODD + position_T)
+    token_T = mix(ids_T * ODD + position_T)
     sums = torch.zeros_like(lengths).index_add_(0, document_T, token_T)  # of integers: any order
-    call = mix(mix(torch.tensor(seed, device=ids_T.device) + _ODD) + step)
-    return mix(mix(sums[document_T] + position_T * _ODD) ^ call)
-
-
-def kept(keys_T: Tensor, salt: Tensor, features: int, p: Tensor) -> Tensor:
-    """Boolean (T, features): False with probability ``p``. ``salt``: an int64 that tells layers apart."""
-    row_T = (mix(keys_T ^ salt) >> 32).to(torch.int32)
-    column_K = (mix(torch.arange(features, device=keys_T.device) * _ODD + salt) >> 32).to(torch.int32)
-    bits = row_T[:, None] ^ column_K
-    bits *= _MIX_32[0]
-    bits ^= (bits >> 15) & 0x1FFFF
-    bits *= _MIX_32[1]
-    threshold = (p.double() * 2**32).round() - 2**31
-    return bits >= threshold.clamp(max=2**31 - 1).to(torch.int32)
+    call = mix(mix(torch.tensor(seed, device=ids_T.device) + ODD) + step)
+    return mix(mix(sums[document_T] + position_T * ODD) ^ call)
 
 
 class DroppedLinear(torch.autograd.Function):
@@ -71,8 +50,3 @@ class DroppedLinear(torch.autograd.Function):
         d_x = drop(grad @ weight, mask, p) if ctx.needs_input_grad[0] else None
         d_weight = grad.t() @ drop(x, mask, p) if ctx.needs_input_grad[1] else None
         return d_x, d_weight, None, None, None
-
-
-def drop(x: Tensor, mask: Tensor, p: Tensor) -> Tensor:
-    """Zero where ``mask`` is False, the rest divided by ``1 - p``."""
-    return torch.where(mask, x * (1.0 / (1.0 - p)), 0.0)

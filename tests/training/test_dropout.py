@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from asyncrl.data.tokens import Conversation
-from asyncrl.training.dropout import DroppedLinear, drop, kept, token_keys
+from asyncrl.training.dropout import DroppedLinear, token_keys
 from asyncrl.training.packing import pack
 from asyncrl.training.sft import pack_conversations
+from kernels.dropout import drop, kept
 from tests.training.tiny import make_samples
 
 CPU = torch.device("cpu")

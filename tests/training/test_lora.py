@@ -11,7 +11,6 @@ from torch import nn
 
 from asyncrl.config.schema import LoraConfig
 from asyncrl.data.tokens import Conversation
-from asyncrl.training.dropout import kept
 from asyncrl.training.errors import ModelError
 from asyncrl.training.lora import Adapters, LoraLinear, Use, attach, is_adapter, linear_layers, merged, row_norms
 from asyncrl.training.mesh import open_mesh
@@ -19,6 +18,7 @@ from asyncrl.training.model import load_policy, prepare
 from asyncrl.training.packing import pack
 from asyncrl.training.sft import SftTrainer
 from asyncrl.weights.gather import Gatherer, Local, local_of
+from kernels.dropout import kept
 from tests.training.in_backward_cases import batches, different, everything, run, trainer
 from tests.training.tiny import VOCAB, make_samples, tiny_folder, tiny_lm, tiny_run
 
