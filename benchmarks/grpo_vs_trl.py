@@ -15,7 +15,6 @@ times, which says nothing about TRL.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -32,11 +31,8 @@ from asyncrl.envs import load_env
 from asyncrl.report.metrics import read_metrics
 from asyncrl.rollouts.prompts import PromptCursor
 from benchmarks.harness import arguments, at_least, report
-from requirements.env import has_nvidia_driver, index_arguments
+from benchmarks.jobs import ROOT, run_job, trl_python
 
-ROOT = Path(__file__).resolve().parent.parent
-TRL_VENV = ROOT / ".venv-trl"
-TRL_LOCK = Path(__file__).with_name("requirements-trl.txt")
 THREADS = min(2, len(os.sched_getaffinity(0)))
 WARM = 3  # steps that are not timed: compilation, caches, warm-up of the pipeline
 SMOOTH = 5  # steps of the moving mean of the reward
@@ -101,22 +97,6 @@ Trace = list[dict[str, Any]]  # a step each: step, time_s since training began, 
 # ---- TRL -----------------------------------------------------------------------------------------------------------
 
 
-def trl_python() -> Path:
-    """The Python of TRL's environment, which is built when it is absent or its requirements have changed."""
-    python = TRL_VENV / "bin" / "python"
-    stamp = TRL_VENV / "requirements.sha256"
-    wanted = hashlib.sha256(TRL_LOCK.read_bytes()).hexdigest()
-    if not stamp.exists() or stamp.read_text() != wanted:
-        print(f"building {TRL_VENV.name} from {TRL_LOCK.name}", flush=True)
-        subprocess.run([os.path.realpath(sys.executable), "-m", "venv", "--clear", str(TRL_VENV)], check=True)
-        # The CPU build of torch where no GPU could use the other: a fraction of the download.
-        torch = "torch==2.13.0" if has_nvidia_driver() else "torch==2.13.0+cpu"
-        pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
-        subprocess.run([*pip, *index_arguments(python, torch), torch, "-r", str(TRL_LOCK)], check=True)
-        stamp.write_text(wanted)
-    return python
-
-
 def prompts(cfg: Config, count: int) -> list[dict[str, Any]]:
     """The first ``count`` training prompts of a run of ours: question, token ids, and reasoning-gym's own index."""
     import reasoning_gym
@@ -169,22 +149,12 @@ def trl_job(cfg: Config, folder: Path, setting: TrlSetting, steps: int, limit_s:
 def run_trl(cfg: Config, folder: Path, setting: TrlSetting, steps: int, limit_s: float) -> dict[str, Any]:
     """One TRL run: its trace, versions and wall seconds; an error text if TRL cannot run so. It stops after the step
     in which ``limit_s`` passes."""
-    job, result = folder / "trl_job.json", folder / "trl_result.json"
-    job.write_text(json.dumps(trl_job(cfg, folder, setting, steps, limit_s)))
-    result.unlink(missing_ok=True)
-    environment = dict(os.environ)
-    environment.pop("PYTHONPATH", None)  # nothing of ours in TRL's process
-    if setting.wait:
-        environment["OMP_WAIT_POLICY"] = setting.wait
-    command = [str(trl_python()), str(Path(__file__).with_name("trl_run.py")), str(job), str(result)]
-    began, log = time.monotonic(), folder / "trl.log"
-    with open(log, "w") as output:
-        status = subprocess.run(command, env=environment, stdout=output, stderr=output, timeout=2 * LIMIT_S).returncode
-    wall = time.monotonic() - began
-    if status or not result.exists():
-        return {"error": f"exit status {status}: {log.read_text()[-500:]}", "trace": [], "wall_s": wall}
-    found = json.loads(result.read_text())
-    return {"trace": found["steps"], "versions": found["versions"], "wall_s": wall}
+    environment = {"OMP_WAIT_POLICY": setting.wait} if setting.wait else {}
+    job = trl_job(cfg, folder, setting, steps, limit_s)
+    found = run_job(trl_python(), "trl_run", job, folder, "trl", environment)
+    if "error" in found:
+        return {"error": found["error"], "trace": [], "wall_s": found["wall_s"]}
+    return {"trace": found["steps"], "versions": found["versions"], "wall_s": found["wall_s"]}
 
 
 # ---- ours ----------------------------------------------------------------------------------------------------------

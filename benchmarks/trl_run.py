@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on one JSON job; runs in the benchmark's own environment and writes one JSON result.
 
-    .venv-trl/bin/python benchmarks/trl_run.py job.json result.json
+    .venv-trl/bin/python -m benchmarks.trl_run job.json result.json
 
 It imports nothing of asyncrl. The job's keys are those of ``grpo_vs_trl.py``; time starts when ``train`` starts, so
 neither imports nor model loading count.
