@@ -25,7 +25,8 @@ from packaging.utils import canonicalize_name
 
 PYTHONS = ["3.11", "3.12"]
 
-LOCKS = {"cpu": ["cpu", "smollm2", "test"], "cuda": ["cuda", "smollm2", "test"]}
+COMMON = ["data", "planner", "smollm2", "test"]
+LOCKS = {"cpu": ["cpu", *COMMON], "cuda": ["cuda", *COMMON]}
 
 # The build of torch that each lock must end up with. `===` asks for exactly PyPI's (CUDA) build: with `==` pip would
 # also take a `+cpu` build that lies in a find-links folder.

@@ -32,13 +32,23 @@ class ParquetRecords:
         self._starts = np.cumsum([0, *sizes])
         if not len(self):
             raise SourceError(path, "is empty: it holds no record", "leave it out")
-        self._group = functools.lru_cache(maxsize=2)(self._file.read_row_group)
+        self._group = functools.lru_cache(maxsize=2)(self._read)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def place(self, index: int) -> str:
         return f"{self._path} row {index + 1}"
+
+    def _read(self, group: int) -> Any:
+        import pyarrow
+
+        try:
+            return self._file.read_row_group(group)
+        except (pyarrow.ArrowException, OSError) as error:
+            first = int(self._starts[group])
+            rows = f"rows {first + 1} to {first + self.blocks[group]}"
+            raise SourceError(self._path, f"is broken: {rows} cannot be read: {error}", "write it again") from error
 
     def record(self, index: int) -> dict[str, Any]:
         group = int(np.searchsorted(self._starts, index, side="right")) - 1
