@@ -81,12 +81,13 @@ class ZmqWeightTransferEngine(WeightTransferEngine[ZmqInitInfo, ZmqUpdateInfo]):
         parallel = self.parallel_config
         if parallel.pipeline_parallel_size != 1:
             raise ValueError("weights are pushed to whole models: pipeline parallel engines are not supported")
+        if parallel.data_parallel_size != 1 or parallel.data_parallel_index != 0:
+            raise ValueError("vLLM was given data parallel ranks: use more engines instead (generator.replicas)")
         self.shutdown()
         self._route = None
         self._expected = checkpoint_names(Path(self.model_config.model))
         keys = Keys.load(init_info.keys_file) if init_info.keys_file else None
-        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        workers = parallel.data_parallel_size * parallel.world_size
+        rank, workers = parallel.rank, parallel.world_size
         receiver = Receiver(
             init_info.publisher, init_info.generator, rank, workers,
             plane=receiving_plane(init_info.plane, self.device, rank, workers, init_info.deadline_s),

@@ -88,5 +88,6 @@ def test_a_sample_with_a_logprob_that_is_no_number_fails(value):
 
 
 def test_a_request_that_the_engine_gave_up_fails():
+    """verl-omni #433: it came back as if it had been answered."""
     found = completion([5], [5], [-0.5], reason="abort")
     assert found.finish_reason == "failed" and found.failure == "the engine ended the request with abort"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -95,6 +96,25 @@ def test_requests_that_get_no_token_break_the_engine(monkeypatch):
             await engine.stalled(0.2)
         for task in tasks:
             task.cancel()
+
+    within(scenario)
+
+
+def test_a_request_that_a_dead_engine_fails_is_no_answer(monkeypatch):
+    """verl-omni #433: what a dead engine raised was swallowed, its requests came back, and the trainer waited."""
+
+    async def scenario() -> None:
+        llm = FakeLLM()
+
+        async def fail(prompt: object, params: object, request_id: str) -> AsyncIterator[object]:
+            raise RuntimeError("EngineCore died")
+            yield  # makes this a generator
+
+        llm.generate = fail
+        engine = fake_engine(monkeypatch, llm)
+        await engine.update(0, deadline_s=LIMIT_S)
+        with pytest.raises(EngineBroken, match="the engine failed a request: EngineCore died"):
+            await engine.sample([5, 6], Terms(0, 0, 1.0, 16))
 
     within(scenario)
 

@@ -15,8 +15,7 @@ def t(*values):
 
 
 def mask(trained, sample):
-    sample = torch.tensor(sample)
-    return LossMask(torch.tensor(trained), sample, int(sample.max()) + 1 if len(sample) else 0)
+    return LossMask(torch.tensor(trained, dtype=torch.bool), torch.tensor(sample, dtype=torch.int64), len(set(sample)))
 
 
 def loss(logp, behaviour, advantage, m, aggregation="token_mean"):
@@ -96,14 +95,31 @@ def test_nan_planted_in_a_masked_position_has_no_effect(where, bad, aggregation)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_all_masked_batch_gives_finite_zero_gradients(aggregation):
-    """unsloth-zoo #1286, TRL #5826, verl #5899: 0/0 or a detached graph when every token is masked."""
-    m = mask([False, False], [0, 1])
-    logp = t(-1.0, -2.0).requires_grad_()
-    value, _ = loss(logp, t(-1.0, -1.0), t(1.0, 1.0), m, aggregation)
+@pytest.mark.parametrize("tokens", [2, 0], ids=["all masked", "no token"])
+def test_a_batch_without_trained_tokens_gives_finite_zero_gradients(aggregation, tokens):
+    """unsloth-zoo #1286, TRL #5826, verl #5899, open-instruct #1685: 0/0 when every token is masked.
+
+    PipelineRL cc0a881: a sum scattered from no token is detached from the graph.
+    """
+    m = mask([False] * tokens, range(tokens))
+    logp = t(-1.0, -2.0)[:tokens].requires_grad_()
+    value, metrics = loss(logp, t(-1.0, -1.0)[:tokens], t(1.0, 1.0)[:tokens], m, aggregation)
     assert m.count(aggregation) == 0
     (g,) = torch.autograd.grad(value, logp)
     assert value.item() == 0 and torch.equal(g, torch.zeros_like(g))
+    assert all(metric.item() == 0 for metric in metrics.values())
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_sample_whose_tokens_are_all_masked_counts_nowhere(aggregation):
+    """TRL PR #7077: the mean over a sample of no trained token is 0/0, and spoils the samples beside it."""
+    behaviour, logp = torch.zeros(5, dtype=torch.float64), RATIOS.log().requires_grad_()
+    m, alone = mask([False, False, True, True, True], SAMPLE), mask([True] * 3, [0] * 3)
+    value, _ = loss(logp, behaviour, ADVANTAGE, m, aggregation)
+    want, _ = loss(RATIOS[2:].log(), behaviour[2:], ADVANTAGE[2:], alone, aggregation)
+    assert torch.equal(value, want) and m.count(aggregation) == alone.count(aggregation)
+    (g,) = torch.autograd.grad(value, logp)
+    assert torch.isfinite(g).all() and g[:2].tolist() == [0, 0] and g[2:].all()
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -116,7 +132,7 @@ def test_truncated_tokens_leave_numerator_and_denominator_together(aggregation):
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_gradients_do_not_depend_on_the_cut_into_micro_batches(aggregation):
-    """prime-rl #2562, open-instruct #1161, TRL #3021: a mean of means is not the mean."""
+    """prime-rl #2562, open-instruct #1137, #1161, TRL #3021: a mean of means is not the mean."""
     behaviour = t(-1.0, -2.0, -0.5, -3.0, -1.5)
 
     def gradient(cuts):

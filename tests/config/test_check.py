@@ -121,7 +121,7 @@ def test_the_limit_itself_is_accepted(make, changes):
 
 
 def test_biased_sampling_says_why(make):
-    """TRL #6789, vLLM RFC #42259: a truncated support turns the ratio into kept mass."""
+    """TRL #6789, PR #7269, vLLM RFC #42259: a truncated support turns the ratio into kept mass."""
     with pytest.raises(
         ConfigError, match=r"sampling\.top_p: 0\.8 biases the ratio .* replay of its support is not available"
     ):

@@ -43,7 +43,10 @@ def check_rejoins(run_dir: Path, name: str, at_least: int) -> None:
 
 
 def test_killed_at_one_moment_after_another(tmp_path):
-    """verl #7155, #3895, TRL #6628, SkyRL #1691: a trainer that waits for ever on a dead engine."""
+    """verl #7155, #3895, TRL #6628, SkyRL #1691: a trainer that waits for ever on a dead engine.
+
+    verl-omni #433: requests of a dead engine came back as if they had been answered.
+    """
     run_dir = tmp_path / "run"
     more = {"trainer__steps": 10, "generator__max_restarts": len(FEW), "checkpoint__every": 0}
     launch = Launch(settings(run_dir, **more), env=plan(tmp_path / "plan", *FEW))

@@ -176,7 +176,10 @@ def test_fp32_gradients_are_within_1e_6_of_float64(n, v, d):
 
 
 def test_never_holds_all_logits_not_even_in_backward():
-    """NeMo #4222, verl #6699: full-vocabulary logits, or chunks that autograd retains."""
+    """NeMo #4222, verl #6699: full-vocabulary logits, or chunks that autograd retains.
+
+    NeMo #3124, verl #6984, TRL #5349: chunks put together again before the tokens are selected.
+    """
     n, v, d = 512, 600, 8
     p = problem(n, v, d, torch.float32)
     saved = []

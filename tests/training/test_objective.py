@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from asyncrl.training import model
+from asyncrl.training.mesh import open_mesh
 from asyncrl.training.model import prepare
 from asyncrl.training.objective import batch_loss
 from asyncrl.training.opening import build_trainer
 from asyncrl.training.packing import pack
+from asyncrl.training.step import Trainer
+from tests.kernels.dense import LargestTensor
 from tests.training.tiny import VOCAB, make_samples, tiny_folder, tiny_lm, tiny_run
 
 
@@ -47,7 +50,7 @@ def test_both_heads_make_the_same_step(path, aggregation, dtype, limit):
 
 
 def test_a_masked_micro_batch_has_zero_gradients_and_no_nan():
-    """The dummy of a rank without samples (#22 of the notes), with NaN where nothing may look."""
+    """The dummy of a rank without samples (#22 of the notes, PipelineRL cc0a881), with NaN where nothing may look."""
     cfg = tiny_run("", "float32")
     batch = pack([], 0, torch.device("cpu"))
     batch.behaviour_M.fill_(torch.nan)
@@ -98,3 +101,18 @@ def test_the_chunks_of_the_config_reach_the_heads(path, monkeypatch):
         "selected_logprob": {"token_chunk": 5, "vocab_chunk": 7},
         "policy_loss": {"chunk_bytes": 4000},
     }
+
+
+@pytest.mark.parametrize("head", ["policy", "logprob"])
+def test_a_step_never_holds_the_logits_of_all_its_tokens(head):
+    """NeMo #4222, #3124, verl #6699, #6984, TRL #5349: the head of the loss, of scoring and of the noise floor."""
+    vocabulary, rows = 4000, 16
+    chunks = {"logprob_chunk": rows, "loss_chunk_bytes": rows * 4 * vocabulary}
+    cfg = tiny_run("", "float32", algorithm={"loss_head": head}, trainer=chunks, report={"noise_floor_every": 1})
+    trainer = Trainer(cfg, prepare(tiny_lm(vocab_size=vocabulary), torch.float32, rows), open_mesh(0, 1))
+    samples = make_samples(groups=8, size=4)
+    with LargestTensor() as largest:
+        report = trainer.step([samples])
+    embedding = trainer.policy.lm.get_output_embeddings().weight.numel()
+    assert report.skipped is None and report.floor_tokens == report.tokens
+    assert largest.elements <= max(embedding, rows * vocabulary) < report.tokens * vocabulary

@@ -41,7 +41,11 @@ def relative(a, b):
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 @pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-12), ("float32", 1e-6)])
 def test_gradients_do_not_depend_on_cuts_order_or_packing(path, aggregation, dtype, limit, monkeypatch):
-    """prime-rl #2562, torchtune #2980, SkyRL #1635: one global denominator, ragged samples, empty micro-batches."""
+    """One global denominator, ragged samples, empty micro-batches.
+
+    prime-rl #2562, open-instruct #1137, torchtune #2980: a mean of means. ms-swift #10116: divided by the number of
+    micro-batches once more. SkyRL #1635: 0 * NaN.
+    """
     samples = make_samples(groups=5, size=4)
     shuffled = [samples[i] for i in np.random.default_rng(1).permutation(len(samples))]
 
@@ -122,7 +126,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(path, kind, mo
 
 @pytest.mark.parametrize("micro_batches", [[], [[]], [[], []]])
 def test_a_batch_with_nothing_to_train_is_skipped(path, micro_batches):
-    """torchtune: all labels masked, the loss has no gradient and FSDP hangs."""
+    """torchtune, open-instruct #1685: nothing to learn from, 0/0; or the loss has no gradient and FSDP hangs."""
     trainer = build_trainer(tiny_run(path), 0, 1)
     before = weights(trainer)
     report = trainer.step(micro_batches)
@@ -288,6 +292,7 @@ def group_of_one():
 
 
 def test_bf16_compute_on_one_cpu_rank(path, group_of_one):
+    """AReaL #1292: with bf16 parameters the moments of AdamW were bf16 too, and updates of 1e-6 were lost."""
     cfg = tiny_run(path, "float32", optim={"lr": 1e-6, "warmup_steps": 0})
     assert needed_backend(cfg, 1) is None or torch.cuda.is_available()
     cfg.model.compute_dtype = "bfloat16"
@@ -295,6 +300,8 @@ def test_bf16_compute_on_one_cpu_rank(path, group_of_one):
     trainer = build_trainer(cfg, 0, 1, torch.device("cpu"))
     before = torch.cat([p.full_tensor().flatten() for _, p in trainer.named_parameters_hf()]).detach().clone()
     report = trainer.step([make_samples()])
+    moments = [state[key] for state in trainer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    assert len(moments) == 2 * len(trainer.parameters) and {m.dtype for m in moments} == {torch.float32}
     after = torch.cat([p.full_tensor().flatten() for _, p in trainer.named_parameters_hf()]).detach()
     exact_report = build_trainer(tiny_run(path, "float32"), 0, 1, torch.device("cpu")).step([make_samples()])
     assert 0.5e-6 < (after - before).abs().median() < 2e-6

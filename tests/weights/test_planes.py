@@ -42,22 +42,33 @@ def test_an_engine_that_takes_nothing_is_given_up_at_the_deadline():
 
 
 @pytest.mark.parametrize("name", ["file", "gloo"])
-def test_all_workers_of_an_engine_take_part(name):
+def test_all_workers_of_all_engines_take_part(name):
+    """SkyRL #1399, prime-rl #2221: with several engines the ranks of their workers were calculated wrong."""
     bench = Bench(name, mib=8)
-    engine = FakeEngine(
-        bench.publisher.endpoint, workers=2, plane=lambda rank: receiving(name, rank, 2), heartbeat_s=1, dead_after_s=5
-    )
+    names = ["generator/0", "generator/1"]
+    engines = [
+        FakeEngine(
+            bench.publisher.endpoint,
+            engine,
+            workers=2,
+            plane=lambda rank: receiving(name, rank, 2),
+            heartbeat_s=1,
+            dead_after_s=5,
+        )
+        for engine in names
+    ]
     try:
-        bench.publisher.wait_for_engines(1, 20)
+        bench.publisher.wait_for_engines(2, 20)
         for version in range(2):
             bench.change()
-            assert bench.push(version).engines == ["generator/0"]
-        for receiver in engine.receivers:
+            assert sorted(bench.push(version).engines) == names
+        for receiver in (receiver for engine in engines for receiver in engine.receivers):
             tensors = {spec.name: t for spec, t in receiver.take(1).tensors()}
             assert all(torch.equal(t, bench.parameters[n].bfloat16()) for n, t in tensors.items())
             assert not isinstance(receiver._plane, FileReceiving) or receiver._plane.opened == 1
     finally:
-        engine.close()
+        for engine in engines:
+            engine.close()
         bench.close()
 
 

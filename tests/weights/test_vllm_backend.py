@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from asyncrl.weights.digest import combined, tensor_digests
 from asyncrl.weights.errors import WeightMismatch
 from asyncrl.weights.manifest import Manifest, Staged
-from asyncrl.weights.vllm_backend import ZmqWeightTransferEngine, checkpoint_names, tied_followers
+from asyncrl.weights.vllm_backend import ZmqInitInfo, ZmqWeightTransferEngine, checkpoint_names, tied_followers
 
 TENSORS = {"embed": torch.arange(6.0).view(3, 2), "q": torch.ones(2), "k": torch.full((2,), 2.0)}
 TARGETS = {"embed": "embed", "q": "qk", "k": "qk", "lm_head": ""}  # tied: the engine skips the head silently
@@ -179,3 +179,35 @@ def test_a_tied_head_follows_its_embedding():
     assert tied_followers(net) == []
     net["head"].weight = net["embed"].weight
     assert tied_followers(net) == [net["head"]]
+
+
+def ranks_of(engine, monkeypatch, **parallel) -> tuple[int, int]:
+    """(rank, workers) under which a worker of vLLM with this ``parallel_config`` subscribes."""
+    made = []
+
+    class Subscribed:
+        def __init__(self, publisher, generator, rank, workers, **_) -> None:
+            made.append((rank, workers))
+
+        def start(self, deadline_s) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("asyncrl.weights.vllm_backend.Receiver", Subscribed)
+    monkeypatch.setattr("asyncrl.weights.vllm_backend.checkpoint_names", lambda folder: set())
+    one = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "data_parallel_index": 0, "world_size": 1, "rank": 0}
+    engine.parallel_config, engine.model_config.model = SimpleNamespace(**one | parallel), ""
+    engine.init_transfer_engine(ZmqInitInfo("tcp://127.0.0.1:1", "generator/0"))
+    (found,) = made
+    return found
+
+
+def test_ranks_are_those_that_vllm_gives_its_workers(engine, monkeypatch):
+    """SkyRL #1399, prime-rl #2221: ranks calculated from sizes collide with data parallelism.
+
+    Here that is several engines, each with a count of its own.
+    """
+    assert [ranks_of(engine, monkeypatch, world_size=3, rank=rank) for rank in range(3)] == [(0, 3), (1, 3), (2, 3)]
+    for ranks in ({"data_parallel_size": 2}, {"data_parallel_index": 1}):  # of a dense model vLLM resets the size
+        with pytest.raises(ValueError, match=r"generator\.replicas"):
+            ranks_of(engine, monkeypatch, **ranks)
