@@ -284,6 +284,12 @@ def check_devices(config: Config, place: Place, gpus: int) -> Iterator[Problem]:
     generator = config.generator
     if gpus == 0:
         share, replicas = generator.memory_share, generator.replicas
+        if generator.tensor_parallel > 1:
+            yield Problem(
+                "generator.tensor_parallel",
+                f"{generator.tensor_parallel} splits an engine over GPUs and none is here",
+                "generator.tensor_parallel=1; generator.threads gives an engine more cores",
+            )
         if replicas * share > 0.95:
             yield Problem(
                 "generator.memory_share",

@@ -221,7 +221,7 @@ class GeneratorConfig:
     """vLLM engines. One process a replica, on GPUs of its own while there are enough (config/machine.py)."""
 
     replicas: Positive = 1
-    tensor_parallel: Positive = 1
+    tensor_parallel: Positive = 1  # GPUs of one engine; 1 without GPUs
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     max_model_len: Positive = 128
     max_num_seqs: Positive = 256

@@ -146,6 +146,8 @@ def test_all_problems_are_reported_at_once(make):
             ["generator.replicas"],
         ),
         ({"generator.tensor_parallel": 4}, {}, 2, ["generator.tensor_parallel"]),
+        ({"generator.tensor_parallel": 2}, {}, 0, ["generator.tensor_parallel"]),
+        ({"generator.tensor_parallel": 1}, {}, 0, []),
         ({}, {"local_world_size": 3, "world_size": 3}, 2, ["--nproc-per-node"]),
         ({}, {"local_world_size": 2, "world_size": 2}, 2, []),
         ({}, {"local_world_size": 2, "world_size": 2}, 0, []),  # gloo ranks share the CPU
@@ -225,6 +227,9 @@ def test_ranks_of_other_machines_need_an_address_that_they_reach(make, tmp_path)
 
 
 def test_a_machine_without_gpus_gets_the_remedy(make):
+    reason = r"tensor_parallel: 2 splits an engine over GPUs and none is here\n    -> generator\.tensor_parallel=1; "
+    with pytest.raises(ConfigError, match=reason):
+        check(make(**{"generator.tensor_parallel": 2}), Place(), 0)
     with pytest.raises(ConfigError, match=r"ipc moves weights from GPU to GPU and none is here\n    -> set it to zmq"):
         check(make(**{"weights.backend": "ipc"}), Place(), 0)
 
