@@ -14,6 +14,7 @@ same machine writes the same bytes.
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,8 +151,9 @@ def evaluate(
     """Report the loss on the held-out conversations and what the policy answers, if there are any; the figures."""
     if not unseen:
         return {}
-    answers = answering()
+    began, answers = time.perf_counter(), answering()
     figures = {"eval/loss": trainer.loss(unseen), "eval/items": len(unseen), **answers.figures}
+    figures["eval/seconds"] = time.perf_counter() - began
     if reporter is not None:
         reporter.evaluation(trainer.version, figures)
         reporter.generations(trainer.version, answers.rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +43,6 @@ class Answering:
         """Collective. Greedy answers of the policy as it is now."""
         if not self.questions:
             return Answers()
-        began = time.perf_counter()
         drawn = complete(self._trainer, [question.ids for question in self.questions], self._most, self._stop)
         ended = [bool(len(ids)) and int(ids[-1]) in self._stop for ids in drawn]
         texts = [self._tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in drawn]
@@ -55,7 +53,6 @@ class Answering:
         if self._scored:
             scores, share, failed = self._score(texts)
             figures |= {"eval/accuracy": share, "eval/failed": failed}
-        figures["eval/seconds"] = time.perf_counter() - began
         asked = zip(self.questions, texts, ended, scores, strict=True)
         rows = [
             {"prompt": q.prompt, "answer": text, "reference": q.reference, "ended": end, "score": score}
