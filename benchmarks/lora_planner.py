@@ -107,7 +107,7 @@ def compare(name: str, slots: int, seeds: int) -> dict[str, Any]:
 
 def main() -> int:
     options = arguments(__doc__ or "")
-    seeds = 1 if options.quick else 5
+    seeds = 1 if options.quick else 3
     figures: dict[str, Any] = {"devices": DEVICES, "jobs": JOBS, "seeds": seeds}
     claims: list[Claim] = []
     print("makespan over the lower bound, mean (worst)")

@@ -1,8 +1,8 @@
 """The plan of a sweep: which replica trains which jobs, in which order, and how many tokens a pack takes at most.
 
-Several assignments and caps are simulated (asyncrl/lora/schedule.py); the best is improved by moving and swapping jobs of
-the replica that ends last. Every plan comes with a makespan that nothing can beat (asyncrl/lora/bound.py), so that their
-ratio tells how much a better planner could still gain.
+Several assignments and caps are simulated (asyncrl/lora/schedule.py); the best is improved by moving and swapping jobs
+of the replica that ends last. Every plan comes with a makespan that nothing can beat (asyncrl/lora/bound.py), so that
+their ratio tells how much a better planner could still gain.
 """
 
 from __future__ import annotations
