@@ -1,8 +1,8 @@
 """Which replica trains which job: CP-SAT on the work that each replica gets, or longest first without the solver.
 
 The load of replica m is a surrogate of its time, ``work_m + floor * rounds_m`` with ``rounds_m`` at least the longest
-job's steps and the sum of steps over the slots; it is above ``max(floor, base)``, so the solver's own bound holds for the
-surrogate only and is not shown. What counts is the simulation of what it answers.
+job's steps and the sum of steps over the slots. It is above ``max(floor, base)``, so the solver's own bound holds for
+the surrogate only and is not shown. What counts is the simulation of what it answers.
 """
 
 from __future__ import annotations

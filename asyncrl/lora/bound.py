@@ -32,7 +32,7 @@ def lower_bound(jobs: list[PlanJob], machine: Machine, cost: StepTime) -> float:
 
 
 def pack_seconds(pack: list[PlanJob], cost: StepTime, machine: Machine) -> float:
-    """A step of ``pack``; more than ``machine.tokens`` are taken in equal passes, after which the adapters step once."""
+    """A step of ``pack``; more than ``machine.tokens`` go in equal passes, after which the adapters step once."""
     load = total(job.load for job in pack)
     passes = max(1, int(-(-load.tokens // machine.tokens)))
     return passes * max(cost.floor, cost.base(load * (1 / passes))) + cost.extra(load)

@@ -9,7 +9,10 @@ from asyncrl.lora.cost import Load
 
 @dataclass(frozen=True)
 class PlanJob:
-    """One adapter to train: ``steps`` optimizer steps of ``load`` each. ``state_bytes``: of weights, moments, gradient."""
+    """One adapter to train: ``steps`` optimizer steps of ``load`` each.
+
+    ``state_bytes``: of its weights, their moments and gradients.
+    """
 
     name: str
     steps: int
@@ -19,7 +22,7 @@ class PlanJob:
 
 @dataclass(frozen=True)
 class Machine:
-    """``replicas`` of the base, each with room for ``slots`` adapters, ``state_bytes`` of them, and ``tokens`` a pass."""
+    """``replicas`` of the base, each with ``slots`` for adapters, ``state_bytes`` for them, and ``tokens`` a pass."""
 
     replicas: int
     slots: int
