@@ -38,10 +38,11 @@ def answered(tmp_path_factory):
     return cfg, run(cfg, tmp_path_factory.mktemp("answers") / "run")
 
 
-def test_answers_are_those_of_transformers_to_the_prompts_that_an_engine_gets(answered):
+@pytest.mark.parametrize(("step", "model"), [(0, "untrained"), (6, "checkpoints/step_000006/hf")])
+def test_answers_are_those_of_transformers_to_the_prompts_that_an_engine_gets(answered, step, model):
     cfg, done = answered
-    rows = [row for row in generations(done) if row["step"] == 6]
-    hf = done / "checkpoints/step_000006/hf"
+    rows = [row for row in generations(done) if row["step"] == step]
+    hf = done / model
     lm, tokenizer = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32), AutoTokenizer.from_pretrained(hf)
     env = load_env(cfg.env, "heldout")
     assert len(rows) == 5
@@ -55,6 +56,10 @@ def test_answers_are_those_of_transformers_to_the_prompts_that_an_engine_gets(an
         assert row["ended"] == (out[-1] == tokenizer.eos_token_id)
         assert row["prompt"] == tokenizer.decode(ids[0]) and row["reference"] == item.entry["answer"]
         assert row["score"] == env.score(row["answer"], item.entry)
+
+
+def test_some_answers_end_and_some_do_not(answered):
+    assert {row["ended"] for row in generations(answered[1])} == {True, False}
 
 
 def test_answers_are_measured_at_each_evaluation(answered):
@@ -124,8 +129,8 @@ def test_prompts_without_room_for_an_answer_are_counted(tmp_path):
     assert len(generations(done)) == 4
 
 
-# By version: the best is at step 2, and 3, 4 and 5 are no better.
-LOSSES = [7.0, 5.0, 1.0, 4.0, math.nan, 1.0, 0.5, 0.4, 0.3]
+# By version: 2 is no better than 1, the best is at 3, and 4, 5 and 6 are no better.
+LOSSES = [7.0, 5.0, 6.0, 1.0, 4.0, math.nan, 1.0, 0.5, 0.4]
 
 
 def stopping(patience=3):
@@ -144,13 +149,13 @@ def test_a_run_stops_when_the_held_out_loss_is_no_better(tmp_path, losses):
     cfg = stopping()
     cfg.checkpoint.every = 2  # the step at which it stops is saved all the same
     done = run(cfg, tmp_path / "run")
-    assert folders(done) == ["step_000002", "step_000004", "step_000005"]
+    assert folders(done) == ["step_000002", "step_000004", "step_000006"]
     summary = read_summary(done / "summary.json")
-    assert (summary.ended, summary.steps) == ("finished", 5)
-    assert summary.reason == "stopped early: eval/loss was best at step 2, 1 (eval.patience=3)"
+    assert (summary.ended, summary.steps) == ("finished", 6)
+    assert summary.reason == "stopped early: eval/loss was best at step 3, 1 (eval.patience=3)"
 
 
-@pytest.mark.parametrize("saved", range(1, 6))
+@pytest.mark.parametrize("saved", range(1, 7))
 def test_a_resumed_run_stops_at_the_same_step(tmp_path, losses, saved):
     done = run(stopping(), tmp_path / "run")
     for name in folders(done):
@@ -160,9 +165,9 @@ def test_a_resumed_run_stops_at_the_same_step(tmp_path, losses, saved):
     cfg = stopping()
     cfg.resume = str(done)
     run(cfg, done)
-    assert folders(done)[-1] == "step_000005"
+    assert folders(done)[-1] == "step_000006"
     summary = read_summary(done / "summary.json")
-    assert summary.ended == "finished" and "was best at step 2, 1 " in summary.reason
+    assert summary.ended == "finished" and "was best at step 3, 1 " in summary.reason
 
 
 def test_more_patience_goes_on_from_where_it_stopped(tmp_path, losses):
@@ -194,7 +199,7 @@ def test_without_a_best_checkpoint_the_last_one_is_exported(tmp_path, losses):
     cfg = stopping()
     cfg.sft.export = str(tmp_path / "shipped")
     done = run(cfg, tmp_path / "run")
-    assert digests(tmp_path / "shipped") == digests(done / "checkpoints/step_000005/hf")
+    assert digests(tmp_path / "shipped") == digests(done / "checkpoints/step_000006/hf")
 
 
 def test_the_best_of_a_run_that_really_learns_is_kept_and_exported(tmp_path):

@@ -70,12 +70,12 @@ def test_every_token_is_the_one_that_transformers_generates(folder, budget):
 
 
 def test_sliding_windows_and_large_embeddings(tmp_path):
-    """A window of 4 in two of three layers, scaled embeddings and two norms more: Gemma 3."""
+    """A window of 2 in two of three layers, scaled embeddings and two norms more: Gemma 3."""
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1, head_dim=8)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     config = Gemma3TextConfig(
-        vocab_size=VOCAB, intermediate_size=48, sliding_window=4, layer_types=kinds, initializer_range=0.3, **sizes
+        vocab_size=VOCAB, intermediate_size=48, sliding_window=2, layer_types=kinds, initializer_range=0.3, **sizes
     )
     Gemma3ForCausalLM(config).save_pretrained(tmp_path)
     add_tokenizer(tmp_path)
