@@ -23,6 +23,7 @@ from asyncrl.config.context import RunContext
 from asyncrl.config.errors import RunFailed
 from asyncrl.config.schema import Config
 from asyncrl.data.errors import DataError
+from asyncrl.report.metrics import read_lines
 
 if TYPE_CHECKING:
     from asyncrl.data.corpus import Corpus
@@ -93,6 +94,7 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> str:
 
     unseen = encoded_heldout(heldout, encoded, cfg, reporter)
     answering, early = Answering(cfg, trainer, heldout, tokenizer), EarlyStop(cfg, trainer.position)
+    trained = tokens_before(trainer.version, context.run_dir / "metrics.jsonl")
     if reporter is not None:
         reporter.start_training()
     if trainer.version == 0:
@@ -101,9 +103,10 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> str:
         trainer.saves.check()
         examples = data.take(cfg.sft.batch_size, encoded)
         report = trainer.learn(samples_of(examples))
+        trained += 0 if report.skipped else report.tokens
         if reporter is not None:
             figures = {**measured(report), **fates(examples), **data.metrics(), **trainer.saves.metrics()}
-            reporter.step({"step": report.version, **figures})
+            reporter.step({"step": report.version, "tokens/trained": trained, **figures})
         if due(trainer.version, cfg.eval.every, cfg):
             early.see(trainer.version, evaluate(trainer, unseen, answering, reporter))
         if early.reason or due(trainer.version, cfg.checkpoint.every, cfg):
@@ -158,6 +161,12 @@ def evaluate(
         reporter.evaluation(trainer.version, figures)
         reporter.generations(trainer.version, answers.rows)
     return figures
+
+
+def tokens_before(version: int, metrics: Path) -> int:
+    """Tokens that the steps up to ``version`` have trained, as earlier attempts of the run reported them."""
+    steps = [line for line in read_lines(metrics) if "tokens/trained" in line and line["step"] <= version]
+    return int(steps[-1]["tokens/trained"]) if steps else 0
 
 
 def measured(report: StepReport) -> dict[str, float | str]:

@@ -128,7 +128,7 @@ FLOW = (
     M("staleness/max", "count", "largest of the same; never above staleness.max_steps"),
     M("staleness/mixed_share", "share", "samples whose tokens were drawn by more than one version"),
     M("tokens/generated", "tokens", "completion tokens received from generators", total=True),
-    M("tokens/trained", "tokens", "completion tokens in a loss", total=True),
+    M("tokens/trained", "tokens", "completion tokens in a loss; mode sft: learnt tokens", total=True),
     M("tokens/generated_per_s", "tokens/s", "generated since the previous step"),
     M("tokens/trained_per_s", "tokens/s", "trained since the previous step"),
     M("groups/dispatched", "count", "groups admitted to a slot", total=True),

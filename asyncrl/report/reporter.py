@@ -75,6 +75,7 @@ class Reporter:
         self._training = False  # whether step_s measures steps alone yet
         self._pace: float | None = None
         self._accuracy: float | None = None
+        self._heldout_loss: Any = None
         self._finished = False
         if wandb is None and cfg.report.wandb.enabled:
             name = cfg.run.name or self.run_dir.resolve().name
@@ -96,6 +97,8 @@ class Reporter:
         now = self._clock()
         seconds = now - self._step_at
         record = {"step": metrics["step"], **self._axes(now), "step_s": seconds, **metrics}
+        if "train/tokens" in metrics:  # a mode that generates knows its rates itself
+            record.setdefault("tokens/trained_per_s", metrics["train/tokens"] / max(seconds, 1e-9))
         if self._wandb is not None and self._wandb.dropped:
             record["report/wandb_dropped"] = self._wandb.dropped
         record = self._metrics.write(record)
@@ -115,6 +118,7 @@ class Reporter:
             raise ValueError(f"an evaluation reports eval/* keys only, not {', '.join(undue)}")
         record = self._metrics.write({"step": step, **self._axes(self._clock()), **metrics})
         self._builder.add(record)
+        self._heldout_loss = record.get("eval/loss", self._heldout_loss)
         accuracy = record.get("eval/accuracy")
         if isinstance(accuracy, float | int):
             self._accuracy = accuracy
@@ -211,20 +215,23 @@ class Reporter:
         total = self._cfg.trainer.steps
         left = None if self._pace is None else self._pace * max(0, total - record["step"])
 
-        def number(key: str) -> str:
-            value = record.get(key)
+        def number(value: float | None) -> str:
             return "-" if value is None else f"{value:.3f}"
 
-        accuracy = "-" if self._accuracy is None else f"{self._accuracy:.3f}"
+        step, trained = f"step {record['step']}/{total}", short(record.get("tokens/trained_per_s"))
+        if self._cfg.mode == "sft":
+            losses = f"loss {number(record.get('train/loss'))}", f"held out {number(self._heldout_loss)}"
+            known = [f"accuracy {number(self._accuracy)}"] if self._accuracy is not None else []
+            return [step, *losses, *known, f"left {span(left)}", f"tok/s trained {trained}"]
         stale, most = record.get("staleness/mean"), record.get("staleness/max")
         return [
-            f"step {record['step']}/{total}",
-            f"reward {number('reward/mean')}",
-            f"accuracy {accuracy}",
+            step,
+            f"reward {number(record.get('reward/mean'))}",
+            f"accuracy {number(self._accuracy)}",
             "staleness -" if stale is None else f"staleness {stale:.2f} (max {most})",
             f"left {span(left)}",
             f"tok/s generated {short(record.get('tokens/generated_per_s'))}",
-            f"trained {short(record.get('tokens/trained_per_s'))}",
+            f"trained {trained}",
         ]
 
 

@@ -86,6 +86,9 @@ def test_a_resumed_run_ends_at_the_same_weights(tmp_path):
     rest = settings()
     rest.resume = str(part)
     run(rest, part)
+    counts = [[r["tokens/trained"] for r in read_metrics(done / "metrics.jsonl")[1:]] for done in (whole, part)]
+    assert counts[0] == counts[1] and len(counts[0]) == 6 == len(set(counts[0]))
+    assert read_summary(part / "summary.json").tokens_trained == counts[0][-1]
     assert digests(part / "checkpoints" / "step_000006" / "hf") == digests(whole / "checkpoints" / "step_000006" / "hf")
 
 

@@ -208,6 +208,27 @@ def test_generations_that_cannot_be_written_do_not_end_the_run(tmp_path):
     assert "generations.jsonl: lines lost" in out.getvalue()
 
 
+def test_the_line_of_the_sft_mode_shows_its_losses_and_rate(tmp_path):
+    reporter, clock, out = make(tmp_path)
+    reporter._cfg.mode = "sft"
+    reporter.start_training()
+    clock.now += 2.0
+    reporter.step({"step": 1, "train/loss": 1.5, "train/tokens": 300})
+    reporter.evaluation(1, {"eval/loss": 1.25})
+    clock.now += 2.0
+    reporter.step({"step": 2, "train/loss": 1.0, "train/tokens": 500})
+    reporter.evaluation(2, {"eval/loss": 1.0, "eval/accuracy": 0.5})
+    clock.now += 2.0
+    reporter.step({"step": 3, "train/loss": 0.5, "train/tokens": 600, "tokens/trained_per_s": 7.0})
+    close(reporter)
+    shown = out.getvalue()
+    assert "loss 1.500  held out -  left" in shown and "tok/s trained 150" in shown
+    assert "loss 1.000  held out 1.250  left" in shown and "tok/s trained 250" in shown
+    assert "loss 0.500  held out 1.000  accuracy 0.500" in shown and "tok/s trained 7" in shown
+    rates = [line["tokens/trained_per_s"] for line in read_lines(tmp_path / "metrics.jsonl") if "step_s" in line]
+    assert rates == [150.0, 250.0, 7.0]
+
+
 def test_a_run_that_finished_early_says_why(tmp_path):
     reporter, _, out = make(tmp_path)
     close(reporter, "finished", "stopped early")
