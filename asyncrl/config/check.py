@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 from asyncrl.config.context import Place
-from asyncrl.config.data import check_data
+from asyncrl.config.data import check_data, uses_env
 from asyncrl.config.dpo import check_dpo
 from asyncrl.config.errors import ConfigError, Problem
 from asyncrl.config.evaluation import check_best, check_evaluation
@@ -170,7 +170,7 @@ def is_loopback(host: str) -> bool:
 def check_env(config: Config) -> Iterator[Problem]:
     """Held-out items that are not training items; ``asyncrl.envs`` checks the task itself."""
     env = config.env
-    if env.kind == "function" or (config.mode == "sft" and config.sft.data):
+    if env.kind == "function" or not uses_env(config):
         return  # no seeds: the function is told the split
     overlap = env.train_seed < env.heldout_seed + env.heldout_size and env.heldout_seed < env.train_seed + env.size
     if overlap and env.heldout_size:

@@ -11,6 +11,11 @@ from asyncrl.config.forms import ENDINGS, FORMS
 from asyncrl.config.schema import Config, DataConfig
 
 
+def uses_env(config: Config) -> bool:
+    """Whether items of ``env`` are trained on: in mode sft only without files."""
+    return config.mode != "sft" or not config.sft.data
+
+
 def has_heldout(config: Config) -> bool:
     """Whether anything is evaluated: in mode sft items of env only if they are learnt too."""
     if config.mode == "sft" and (config.sft.heldout or config.sft.data):

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from asyncrl.actors.ending import end_rank, how_it_ended
 from asyncrl.config.check import check
 from asyncrl.config.context import Place, RunContext, lead_context
+from asyncrl.config.data import uses_env
 from asyncrl.config.errors import ConfigError, Problem, RunFailed, exit_on_config_error
 from asyncrl.config.files import CONFIG_FILE, from_dict, save_config, to_dict
 from asyncrl.config.load import resolve
@@ -79,7 +80,7 @@ def check_jobs(jobs: Sequence[Job], place: Place) -> list[Config]:
             check(config, place)
             if config.resume:
                 problems |= {str(problem): problem for problem in changed_on_resume(config)}
-            if place.rank == 0:
+            if place.rank == 0 and uses_env(config):
                 load_env(config.env, "train")  # over a second for reasoning-gym, so not on every rank
             if len(jobs) > 1 and (config.run.dir or config.resume):
                 key = "run.dir" if config.run.dir else "resume"

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from asyncrl.config.data import check_data, has_heldout
+from asyncrl.config.data import check_data, has_heldout, uses_env
 from asyncrl.config.schema import Config, DataConfig
 
 
@@ -65,9 +65,9 @@ def test_held_out_examples_are_others_and_unweighted(found):
 
 def test_files_have_no_held_out_items_of_the_environment():
     cfg = Config(mode="sft")
-    assert has_heldout(cfg)
+    assert has_heldout(cfg) and uses_env(cfg)
     cfg.sft.data = [DataConfig(path="a")]
-    assert not has_heldout(cfg)
+    assert not has_heldout(cfg) and not uses_env(cfg)
     cfg.sft.heldout = [DataConfig(path="b")]
     cfg.env.heldout_size = 0
     assert has_heldout(cfg)
