@@ -214,16 +214,22 @@ def test_what_was_cut_is_counted_in_its_step(tmp_path):
 
 
 def test_the_command_on_two_ranks_learns_what_one_rank_learns(tmp_path):
+    """Answers and the early stop too: no word is spelt backward yet, so the accuracy does not rise for two steps."""
     root = Path(__file__).resolve().parents[2]
-    losses = []
+    losses, asked = [], []
     for ranks in (1, 2):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += [str(root / "launch" / "train.py"), "+experiment=sft", f"run.dir={tmp_path / str(ranks)}"]
         command += ["trainer.steps=3", "trainer.threads=1", "report.wandb.enabled=false", "model.new.layers=1"]
+        command += ["eval.every=1", "eval.patience=2", "eval.generations=9", "checkpoint.best_by=eval/accuracy"]
         environ = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0, done.stderr
-        assert "finished after 3 steps" in done.stdout
+        assert "stopped early: eval/accuracy was best at step 0, 0 (eval.patience=2) after 2 steps" in done.stdout
         records = read_metrics(tmp_path / str(ranks) / "metrics.jsonl")
         losses.append([record["train/loss"] for record in records if "train/loss" in record])
-    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-4)
+        rows = (tmp_path / str(ranks) / "generations.jsonl").read_text().splitlines()
+        asked.append([json.loads(row)["prompt"] for row in rows])
+        assert folders(tmp_path / str(ranks)) == ["step_000002"]
+    assert len(losses[0]) == 2 and losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert len(asked[0]) == 3 * 9 and asked[0] == asked[1]
