@@ -12,7 +12,6 @@ Under FSDP2 every forward is a collective, so ranks step together until the last
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -30,26 +29,22 @@ from asyncrl.training.step import Trainer
 _DUMMY = np.zeros(1, dtype=np.int32)
 
 
-@dataclass
 class Cache:
     """Keys and values of each attention layer for B rows, which grow by one token a forward.
 
     The first forward has all prompts in one packed row, longest first; each later one a token of every row.
-    ``lengths_B``: tokens of a row before this forward.
+    ``lengths_B``: tokens of a row before this forward; ``longest`` of them.
+
+    No dataclass: FSDP2 copies those, with all that they hold, into each layer when it casts the layer's inputs.
     """
 
-    prompts: Documents
-    room: int  # most tokens of a row
-    lengths_B: Tensor
-    longest: int = 0
-    kept: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)  # (B, room, Hk, D) each
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], max_tokens: int, device: torch.device) -> Cache:
+    def __init__(self, lengths: Sequence[int], max_tokens: int, device: torch.device) -> None:
         """For prompts of ``lengths`` tokens, longest first."""
-        documents = Documents(list(lengths), device=device)
-        nothing = torch.zeros(len(lengths), dtype=torch.int64, device=device)
-        return cls(documents, max(lengths) + max_tokens, nothing)
+        self.prompts = Documents(list(lengths), device=device)
+        self.room = max(lengths) + max_tokens  # most tokens of a row
+        self.lengths_B = torch.zeros(len(lengths), dtype=torch.int64, device=device)
+        self.longest = 0
+        self.kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # (B, room, Hk, D) each
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """(T, H, D), (T, Hk, D) twice -> (T, H, D), with what the rows hold already."""
@@ -124,7 +119,7 @@ def _together(trainer: Trainer, prompts: Sequence[NDArray[np.int32]], max_tokens
     """The completions (B, max_tokens) of prompts that fit in memory together, -1 after their ends; on the CPU."""
     mesh = trainer.mesh
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    cache = Cache.of([len(prompts[i]) for i in order], max_tokens, mesh.device)
+    cache = Cache([len(prompts[i]) for i in order], max_tokens, mesh.device)
     stops = torch.tensor(sorted(stop), device=mesh.device)
     next_T = torch.from_numpy(np.concatenate([prompts[i] for i in order])).to(mesh.device, torch.int64)
     running_B = torch.ones(len(prompts), dtype=torch.bool, device=mesh.device)

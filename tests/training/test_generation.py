@@ -87,6 +87,7 @@ WAYS = {
     "whole": {"trainer": {"shard": False, "token_budget": 60}},
     "split": {"parallel": {"tp": 2}},
     "recomputed": {"trainer": {"activation_checkpointing": "full", "token_budget": 60}},
+    "mixed": {"model": {"compute_dtype": "float32"}},  # FSDP2 casts what goes into each layer
     "lora": {"lora": {"rank": 2}},
     "dora": {"lora": {"rank": 2, "dora": True}},
 }
