@@ -197,8 +197,6 @@ def check_sft(config: Config) -> Iterator[Problem]:
     sft, new = config.sft, config.model.new
     yield from check_data(config)
     yield from check_dpo(config)
-    if sft.loss == "dpo":
-        yield Problem("sft.loss", "dpo is not part of this version", "sft.loss=likelihood")
     if sft.max_length > config.trainer.token_budget:
         yield Problem(
             "sft.max_length",

@@ -32,7 +32,10 @@ def encode(tokenizer: Tokenizer, example: Example, settings: SftConfig) -> Encod
     """
     if example.rejected is not None:
         raise DataError(
-            example.place, "is a preference pair", "a loss over single conversations needs messages or text", "pair"
+            example.place,
+            "is a preference pair",
+            "sft.loss=dpo learns it; another needs messages or text",
+            "pair",
         )
     if example.text is not None:
         return fit(_text(tokenizer, example.text, example.place), settings, example.place)
@@ -50,7 +53,7 @@ def encode_pair(tokenizer: Tokenizer, example: Example, settings: SftConfig) -> 
     """
     chosen, rejected, place = example.messages or [], example.rejected or [], example.place
     if not chosen or not rejected:
-        raise DataError(place, "is no preference pair", "give it a chosen and a rejected conversation", "pair")
+        raise DataError(place, "is no preference pair", "sft.loss=dpo needs a chosen and a rejected answer", "pair")
     common = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
     if not common or {chosen[common].get("role"), rejected[common].get("role")} != {"assistant"}:
         raise DataError(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from asyncrl.config.schema import DataConfig, EnvConfig
+from asyncrl.config.schema import DataConfig
 from asyncrl.data.converter import Converter
 from asyncrl.data.errors import DataError, SourceError
 from asyncrl.data.example import Example
 from asyncrl.data.forms import Shape, detect, shape_of
 from asyncrl.data.records import Records
-from asyncrl.envs import Env, load_env
+from asyncrl.envs import Env
 
 
 class Corpus(Protocol):
@@ -123,9 +123,3 @@ class FileCorpus:
 
     def example(self, index: int) -> Example:
         return self._maker.example(self._records.record(index), self._records.place(index))
-
-
-def env_corpus(env: EnvConfig, split: str) -> EnvCorpus | None:
-    """The items of ``split``; None without any."""
-    found = load_env(env, split)
-    return EnvCorpus(found, f"env ({split})") if len(found) else None

@@ -8,12 +8,14 @@ from typing import TypeVar
 
 from asyncrl.config.context import RunContext
 from asyncrl.config.schema import Config, DataConfig
-from asyncrl.data.corpus import Corpus, FileCorpus, env_corpus
+from asyncrl.data.corpus import Corpus, EnvCorpus, FileCorpus
 from asyncrl.data.errors import DataError, SourceError
 from asyncrl.data.example import Example
 from asyncrl.data.mixture import Mixture
+from asyncrl.data.preferences import EnvPairs
 from asyncrl.data.records import open_records
 from asyncrl.data.stored import read_survey, survey
+from asyncrl.envs import load_env
 
 T = TypeVar("T")
 
@@ -32,14 +34,20 @@ def open_data(cfg: Config, context: RunContext) -> tuple[Mixture, list[Corpus]]:
     unseen: list[Corpus] = list(files[len(cfg.sft.data) :])
     weights = [source.weight for source in cfg.sft.data]
     if not learnt:
-        items = env_corpus(cfg.env, "train")
+        items = env_corpus(cfg, "train")
         assert items is not None, "env.size is at least 1"
         learnt, weights = [items], [1.0]
-        if not unseen and (held := env_corpus(cfg.env, "heldout")) is not None:
+        if not unseen and (held := env_corpus(cfg, "heldout")) is not None:
             unseen = [held]
     if len(learnt) > 1:
         _check_kinds(learnt)
     return Mixture(learnt, weights, cfg.seed, cfg.sft.on_error == "skip"), unseen
+
+
+def env_corpus(cfg: Config, split: str) -> EnvCorpus | None:
+    """The items of ``split``, as what ``sft.loss`` learns from; None without any."""
+    found, made = load_env(cfg.env, split), EnvPairs if cfg.sft.loss == "dpo" else EnvCorpus
+    return made(found, f"env ({split})") if len(found) else None
 
 
 def _surveys(paths: Sequence[Path], context: RunContext, deadline_s: float) -> dict[Path, Path]:

@@ -2,6 +2,8 @@
 
     conversations -> tokens, answers learnt -> one step on the global batch -> repeat -> checkpoint
 
+With ``sft.loss=dpo`` each example is a pair of answers to one prompt, and the run learns which is preferred.
+
 With ``model.path=""`` the run first makes a model: a Qwen3 decoder of the size in ``model.new`` with random weights,
 and a tokenizer built from the questions. So one command makes the checkpoint that ships with the repository:
 
@@ -17,12 +19,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.config.context import RunContext
 from asyncrl.config.errors import RunFailed
 from asyncrl.config.schema import Config
 from asyncrl.data.errors import DataError
+from asyncrl.data.tokens import Conversation, Pair
 from asyncrl.report.metrics import read_lines
 
 if TYPE_CHECKING:
@@ -30,12 +33,13 @@ if TYPE_CHECKING:
     from asyncrl.data.example import Example
     from asyncrl.data.lengths import Encoded
     from asyncrl.data.mixture import Mixture
-    from asyncrl.data.tokens import Conversation
     from asyncrl.report.reporter import Reporter
     from asyncrl.report.summary import Ended
     from asyncrl.training.answering import Answering
     from asyncrl.training.metrics import StepReport
-    from asyncrl.training.sft import SftTrainer
+    from asyncrl.training.sft import Learner
+
+S = TypeVar("S", Conversation, Pair)
 
 
 def run(cfg: Config, context: RunContext) -> None:
@@ -66,15 +70,17 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> str:
     """Returns why it ended before its last step; empty if it did not."""
     from transformers import AutoTokenizer
 
-    from asyncrl.data.chat import encode
+    from asyncrl.data.chat import encode, encode_pair
     from asyncrl.data.lengths import fates
     from asyncrl.data.opening import open_data
     from asyncrl.training import checkpoint
     from asyncrl.training.answering import Answering
+    from asyncrl.training.dpo import DpoTrainer, must_be_recorded
     from asyncrl.training.early_stop import EarlyStop
     from asyncrl.training.keeping import keep_of
     from asyncrl.training.new_model import with_new_model
     from asyncrl.training.opening import open_trainer
+    from asyncrl.training.reference import Ahead, record
     from asyncrl.training.sft import SftTrainer
 
     checkpoints = context.run_dir / "checkpoints"
@@ -84,15 +90,29 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> str:
             reporter.event(f"data: {corpus}")
     if not cfg.model.path:
         cfg = with_new_model(cfg, context, data.corpora[0])
-    trainer = open_trainer(cfg, context, SftTrainer, data_of(cfg, data))
-    if trainer.position:
-        data.seek(trainer.position)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
+    pairs = cfg.sft.loss == "dpo"
+    kind: type[Learner[Any]] = DpoTrainer if pairs else SftTrainer
 
-    def encoded(example: Example) -> Encoded[Conversation]:
-        return encode(tokenizer, example, cfg.sft)
+    def encoded(example: Example) -> Encoded[Any]:
+        return (encode_pair if pairs else encode)(tokenizer, example, cfg.sft)
+
+    def draw() -> list[Encoded[Any]]:
+        return data.take(cfg.sft.batch_size, encoded)
+
+    def say(text: str) -> None:
+        if reporter is not None:
+            reporter.event(text)
+
+    def prepare(trainer: Learner[Any]) -> None:
+        if isinstance(trainer, DpoTrainer) and must_be_recorded(cfg):
+            ahead = Ahead(data, lambda: samples_of(draw()), cfg.trainer.steps)
+            record(trainer, context.run_dir / "reference", ahead, unseen, say)
 
     unseen = encoded_heldout(heldout, encoded, cfg, reporter)
+    trainer = open_trainer(cfg, context, kind, data_of(cfg, data), prepare)
+    if trainer.position:
+        data.seek(trainer.position)
     answering, early = Answering(cfg, trainer, heldout, tokenizer), EarlyStop(cfg, trainer.position)
     trained = tokens_before(trainer.version, context.run_dir / "metrics.jsonl")
     if reporter is not None:
@@ -101,7 +121,7 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> str:
         early.see(0, evaluate(trainer, unseen, answering, reporter))
     while trainer.version < cfg.trainer.steps and not early.reason:
         trainer.saves.check()
-        examples = data.take(cfg.sft.batch_size, encoded)
+        examples = draw()
         report = trainer.learn(samples_of(examples))
         trained += 0 if report.skipped else report.tokens
         if reporter is not None:
@@ -130,8 +150,8 @@ def data_of(cfg: Config, data: Mixture) -> dict[str, Any]:
 
 
 def encoded_heldout(
-    heldout: list[Corpus], encoded: Callable[[Example], Encoded[Conversation]], cfg: Config, reporter: Reporter | None
-) -> list[Conversation]:
+    heldout: list[Corpus], encoded: Callable[[Example], Encoded[S]], cfg: Config, reporter: Reporter | None
+) -> list[S]:
     """All of ``heldout`` as tokens; what is left out or cut is said."""
     from asyncrl.data.lengths import fates
     from asyncrl.data.opening import examples
@@ -144,18 +164,16 @@ def encoded_heldout(
     return samples_of(found)
 
 
-def samples_of(examples: Iterable[Encoded[Conversation]]) -> list[Conversation]:
+def samples_of(examples: Iterable[Encoded[S]]) -> list[S]:
     return [sample for example in examples for sample in example.samples]
 
 
-def evaluate(
-    trainer: SftTrainer, unseen: list[Conversation], answering: Answering, reporter: Reporter | None
-) -> dict[str, float]:
-    """Report the loss on the held-out conversations and what the policy answers, if there are any; the figures."""
+def evaluate(trainer: Learner[S], unseen: list[S], answering: Answering, reporter: Reporter | None) -> dict[str, float]:
+    """Report the loss on the held-out examples and what the policy answers, if there are any; the figures."""
     if not unseen:
         return {}
     began, answers = time.perf_counter(), answering()
-    figures = {"eval/loss": trainer.loss(unseen), "eval/items": len(unseen), **answers.figures}
+    figures = {**trainer.evaluation(unseen), "eval/items": len(unseen), **answers.figures}
     figures["eval/seconds"] = time.perf_counter() - began
     if reporter is not None:
         reporter.evaluation(trainer.version, figures)
@@ -174,7 +192,8 @@ def measured(report: StepReport) -> dict[str, float | str]:
     kept = {"loss", "grad_norm", "lr", "tokens", "samples", "skipped"}
     kept |= {"micro_batches", "padding_share", "packing_efficiency"}
     kept |= {"clip_scale", "guarded_units", "partial_units", "partial_total"}  # of optim.in_backward
-    return {key: value for key, value in report.metrics().items() if key.removeprefix("train/") in kept}
+    found = report.metrics()
+    return {key: value for key, value in found.items() if key in report.figures or key.removeprefix("train/") in kept}
 
 
 def export(checkpoints: Path, target: Path, folder: str, cfg: Config) -> str:

@@ -53,9 +53,17 @@ LEARNING = (
     M(
         "eval/accuracy",
         "share",
-        "share of held-out items whose greedy answer scores 1 (mode sft: of eval.generations); on a line of its own",
+        "share of held-out items whose greedy answer scores 1 (mode sft: of eval.generations); on a line of its own. "
+        "sft.loss=dpo: of held-out pairs whose chosen answer has the larger implicit reward, ties half",
     ),
-    M("eval/loss", "nat", "mode sft: mean negative log-likelihood of a learnt token of the held-out conversations"),
+    M(
+        "eval/loss",
+        "nat",
+        "mode sft: mean negative log-likelihood of a learnt token of the held-out conversations; sft.loss=dpo: mean "
+        "loss of a held-out pair",
+    ),
+    M("eval/margin", "nat", "sft.loss=dpo: dpo/margin of the held-out pairs"),
+    M("eval/likelier", "share", "sft.loss=dpo: dpo/likelier of the held-out pairs"),
     M("eval/items", "count", "held-out items evaluated"),
     M("eval/failed", "count", "held-out items without a score (reward failure); they count as 0 in the accuracy"),
     M("eval/too_long", "count", "held-out items left out because their prompts exceed the model's length"),
@@ -77,7 +85,12 @@ DATA = (
 )
 
 TRAINING = (
-    M("train/loss", "1", "loss over the global batch: the policy loss, in mode sft the mean negative log-likelihood"),
+    M(
+        "train/loss",
+        "1",
+        "loss over the global batch: the policy loss, in mode sft the mean negative log-likelihood or (sft.loss=dpo) "
+        "the mean loss of a pair",
+    ),
     M(
         "train/grad_norm",
         "1",
@@ -121,6 +134,16 @@ TRAINING = (
     M("mismatch/floor_abs_mean", "nat", "mean |log pi - log pi| of the trainer's own scores in two layouts of a batch"),
     M("mismatch/floor_abs_max", "nat", "largest of the same; every report.noise_floor_every steps"),
     M("mismatch/floor_tokens", "tokens", "tokens it was measured on"),
+)
+
+PREFERENCES = (
+    M("dpo/reward_chosen", "nat", "implicit reward of the chosen answer, beta log(pi/ref), mean over the step's pairs"),
+    M("dpo/reward_rejected", "nat", "the same of the rejected answer"),
+    M("dpo/margin", "nat", "their difference"),
+    M("dpo/accuracy", "share", "pairs whose chosen answer has the larger implicit reward, ties half"),
+    M("dpo/logp_chosen", "nat", "log-prob of the chosen answer under the policy, mean over the step's pairs"),
+    M("dpo/logp_rejected", "nat", "the same of the rejected answer"),
+    M("dpo/likelier", "share", "pairs whose chosen answer is the likelier one under the policy alone, ties half"),
 )
 
 FLOW = (
@@ -179,6 +202,7 @@ SECTIONS = {
     "Learning": LEARNING,
     "Data": DATA,
     "Training step": TRAINING,
+    "Preferences (mode sft with sft.loss=dpo)": PREFERENCES,
     "Staleness, tokens and groups": FLOW,
     "Time and machine": MACHINE,
 }

@@ -56,6 +56,7 @@ class StepReport:
     guarded_units: int | None = None
     partial_units: int | None = None  # units that kept their weights while others stepped; None: not possible
     partial_total: int | None = None
+    figures: dict[str, float] = field(default_factory=dict)  # means of the trainer's own, by declared key
 
     def metrics(self) -> dict[str, float | str]:
         """The report under the keys of ``asyncrl.report.keys``; what was not measured is absent."""
@@ -94,6 +95,7 @@ class StepReport:
             "time/forward_backward_s": self.forward_backward_s,
             "time/gather_wait_s": self.gather_wait_s,
             "time/optimizer_s": self.optimizer_s,
+            **self.figures,
         }
         return {key: value for key, value in found.items() if value is not None}
 

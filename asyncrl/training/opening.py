@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -39,16 +40,24 @@ def build_trainer(
     return kind(cfg, load(cfg.model.path, DTYPES[held_dtype(cfg)], cfg.trainer.logprob_chunk), mesh)
 
 
-def open_trainer(cfg: Config, context: RunContext, kind: type[T], data: dict[str, Any] | None = None) -> T:
+def open_trainer(
+    cfg: Config,
+    context: RunContext,
+    kind: type[T],
+    data: dict[str, Any] | None = None,
+    prepare: Callable[[T], None] = lambda trainer: None,
+) -> T:
     """Collective. The trainer of a run's rank; makes the process groups that are needed.
 
-    ``data``: see ``Trainer.data``. Raises ``CheckpointError`` if the run is resumed from a checkpoint of other data.
+    ``data``: see ``Trainer.data``. ``prepare`` gets the trainer with the weights that the run starts from, which a
+    resumed run replaces afterwards. Raises ``CheckpointError`` if the run is resumed from a checkpoint of other data.
     """
     if backend := needed_backend(cfg, context.world_size):
         context.init_process_group(backend)
     trainer = build_trainer(cfg, context.rank, context.world_size, kind=kind)
     trainer.data = data or {}
     trainer.saves.open()
+    prepare(trainer)
     if cfg.resume:
         trainer.load_latest(context.run_dir / "checkpoints")
     return trainer

@@ -14,9 +14,9 @@ would do, conversations go to the emptiest micro-batch, longest first, because r
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -46,83 +46,125 @@ class Sized(Protocol):
 S = TypeVar("S", bound=Sized)
 
 
-@dataclass
 class Counts:
-    """Of this rank's micro-batches so far."""
+    """Of this rank's micro-batches so far: the loss, each its share of the mean, and means of the trainer's own."""
 
-    losses: list[float] = field(default_factory=list)  # each its share of the mean
-    padded: int = 0  # attention positions without a token
-    positions: int = 0
+    def __init__(self, figures: Sequence[str]) -> None:
+        self.names = figures
+        self.padded = self.positions = 0  # attention positions without a token, and all
+        self.losses = 0.0
+        self.figures = torch.zeros(len(figures), dtype=torch.float64)
 
-    def add(self, loss: Tensor, packed: PackedBatch) -> None:
-        self.losses.append(float(loss.detach()))
+    def add(self, loss: Tensor, packed: PackedBatch, figures: Tensor | None = None) -> None:
+        self.losses += float(loss.detach())
         padded, positions = packed.documents.padding()
         self.padded, self.positions = self.padded + padded, self.positions + positions
+        if figures is not None:
+            self.figures += figures.to(self.figures)
+
+    def row(self) -> Tensor:
+        return torch.cat([torch.tensor([self.losses, self.padded, self.positions], dtype=torch.float64), self.figures])
+
+    def report(self, total: Tensor) -> StepReport:
+        """``total``: the sum of all data ranks' rows."""
+        loss, padded, positions, *figures = total.tolist()
+        means = dict(zip(self.names, figures, strict=True))
+        return StepReport(loss=loss, padding_share=padded / max(1.0, positions), figures=means)
 
 
-class SftTrainer(Trainer):
-    """The trainer of ``grpo`` with another loss: same sharding, optimizer, schedule and checkpoints."""
+class Learner(Trainer, Generic[S]):
+    """The trainer of ``grpo`` on another global batch: same sharding, optimizer, schedule and checkpoints.
 
-    def learn(self, batch: Sequence[Conversation]) -> StepReport:
+    Subclasses say what a sample is and what it costs. ``figures``: declared keys of the means that they add to Counts.
+    """
+
+    figures: tuple[str, ...] = ()
+
+    @abstractmethod
+    def conversations(self, samples: Sequence[S]) -> list[Conversation]:
+        """The documents of ``samples``, in order."""
+
+    @abstractmethod
+    def denominator(self, batch: Sequence[S]) -> int:
+        """Of the mean over the global ``batch``."""
+
+    @abstractmethod
+    def _loss(self, packed: PackedBatch, samples: Sequence[S], denominator: int) -> tuple[Tensor, Tensor | None]:
+        """This micro-batch's share of the loss, and of ``figures``."""
+
+    def learn(self, batch: Sequence[S]) -> StepReport:
         """One step on the global ``batch``, the same on every rank; each data rank takes its share of it."""
-        tokens, counts = learnt_tokens(batch), Counts()
+        tokens, counts = learnt_tokens(self.conversations(batch)), Counts(self.figures)
         packing = self._plan(batch)
 
         def measure(square: Tensor) -> StepReport:
-            row = [sum(counts.losses), counts.padded, counts.positions, float(square)]
-            rows = self.mesh.gather_rows(torch.tensor(row, dtype=torch.float64))
-            loss, padded, positions = rows[:: self.mesh.sizes.tp, :3].sum(0).tolist()
-            norm = float(rows[:, 3].sum())
-            return StepReport(
-                loss=loss,
-                grad_norm=math.sqrt(norm) if norm >= 0 else math.nan,
-                padding_share=padded / max(1.0, positions),
-            )
+            rows = self.mesh.gather_rows(torch.cat([counts.row(), square.detach().to("cpu", torch.float64)[None]]))
+            report, norm = counts.report(rows[:: self.mesh.sizes.tp, :-1].sum(0)), float(rows[:, -1].sum())
+            report.grad_norm = math.sqrt(norm) if norm >= 0 else math.nan
+            return report
 
         update = Update(self, tokens, len(batch), measure)
         with self.dropout():
-            self._likelihood(batch, packing, tokens, counts, update.backward)
+            self._forward_all(batch, packing, counts, update.backward)
         report = update.close()
         report.micro_batches = packing.micro_batches
         report.packing_efficiency = filled(packing, self.cfg.trainer.token_budget)
         return report
 
     @torch.no_grad()
-    def loss(self, batch: Sequence[Conversation]) -> float:
-        """The same mean over ``batch`` without learning it, in nat a token: forward only."""
-        counts = Counts()
-        self._likelihood(batch, self._plan(batch), learnt_tokens(batch), counts)
-        return float(self.mesh.data_rows(torch.tensor([sum(counts.losses)], dtype=torch.float64)).sum())
+    def evaluation(self, batch: Sequence[S]) -> dict[str, float]:
+        """Means over ``batch`` without learning it, under the keys of an evaluation: forward only."""
+        counts = Counts(self.figures)
+        self._forward_all(batch, self._plan(batch), counts)
+        return self._evaluated(counts.report(self.mesh.data_rows(counts.row()).sum(0)))
 
-    def _plan(self, batch: Sequence[Conversation]) -> PackingPlan:
+    def loss(self, batch: Sequence[S]) -> float:
+        """That of :meth:`evaluation` alone."""
+        return self.evaluation(batch)["eval/loss"]
+
+    def _evaluated(self, report: StepReport) -> dict[str, float]:
+        return {"eval/loss": report.loss}
+
+    def _plan(self, batch: Sequence[S]) -> PackingPlan:
         return plan_batch(batch, self.mesh.data_ranks, self.cfg.trainer.token_budget)
 
-    def _likelihood(
+    def _forward_all(
         self,
-        batch: Sequence[Conversation],
+        batch: Sequence[S],
         packing: PackingPlan,
-        tokens: int,
         counts: Counts,
         backward: Callable[[Tensor, bool], None] | None = None,
     ) -> None:
         """Adds each of this rank's micro-batches to ``counts``, then gives its loss to ``backward``."""
-        micro_batches = share(batch, packing, self.mesh.data_rank)
+        micro_batches, denominator = share(batch, packing, self.mesh.data_rank), max(1, self.denominator(batch))
         with exact(self.compute):
             for i, micro in enumerate(micro_batches):
-                packed = pack_conversations(micro, self.mesh.device)
-                loss = self._loss(packed, max(1, tokens))
-                counts.add(loss, packed)
+                packed = pack_conversations(self.conversations(micro), self.mesh.device)
+                loss, figures = self._loss(packed, micro, denominator)
+                counts.add(loss, packed, figures)
                 if backward is not None:
                     backward(loss, i == len(micro_batches) - 1)
 
-    def _loss(self, packed: PackedBatch, denominator: int) -> Tensor:
+
+class SftTrainer(Learner[Conversation]):
+    """Mean negative log-likelihood, in nat a learnt token."""
+
+    def conversations(self, samples: Sequence[Conversation]) -> list[Conversation]:
+        return list(samples)
+
+    def denominator(self, batch: Sequence[Conversation]) -> int:
+        return learnt_tokens(batch)
+
+    def _loss(
+        self, packed: PackedBatch, samples: Sequence[Conversation], denominator: int
+    ) -> tuple[Tensor, Tensor | None]:
         """By the head that ``algorithm.loss_head`` names; without a gradient to make, by the one that makes none."""
         if self.cfg.algorithm.loss_head == "logprob" or not torch.is_grad_enabled():
             logp_M, _ = self.policy(packed, temperature=1.0)
-            return -packed.mask.sum(logp_M) / denominator
+            return -packed.mask.sum(logp_M) / denominator, None
         objective = likelihood(packed.mask, denominator, self._loss_dtype, self.cfg.trainer.loss_chunk_bytes)
         loss, _, _ = self.policy(packed, 1.0, objective)
-        return loss
+        return loss, None
 
 
 def likelihood(mask: LossMask, denominator: int, dtype: torch.dtype, chunk_bytes: int) -> Objective:

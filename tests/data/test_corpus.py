@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.config.schema import EnvConfig
-from asyncrl.data.corpus import EnvCorpus, env_corpus
+from asyncrl.config.schema import Config, EnvConfig
+from asyncrl.data.corpus import EnvCorpus
 from asyncrl.data.errors import DataError, SourceError
+from asyncrl.data.opening import env_corpus
 from asyncrl.envs import load_env
 from tests.data.files import corpus_of, talk, write_lines
 
@@ -50,7 +51,7 @@ def test_a_task_without_reference_answer_says_so():
 
 
 def test_an_environment_may_have_no_held_out_items():
-    assert env_corpus(EnvConfig(task="spell_backward", heldout_size=0), "heldout") is None
+    assert env_corpus(Config(env=EnvConfig(task="spell_backward", heldout_size=0)), "heldout") is None
 
 
 def test_a_file_says_what_it_is(tmp_path):

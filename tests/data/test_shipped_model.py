@@ -12,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.load import REPOSITORY, register_schema, resolve
-from asyncrl.data.corpus import env_corpus
+from asyncrl.data.opening import env_corpus
 from asyncrl.envs import load_env
 from asyncrl.training.new_model import write_new_model
 
@@ -56,7 +56,7 @@ def test_warm_start_and_reinforcement_share_the_task_but_no_item():
 
 def test_its_tokenizer_and_shape_are_what_the_experiment_makes(tmp_path):
     cfg = experiment("sft")
-    write_new_model(cfg, env_corpus(cfg.env, "train"), tmp_path / "new")
+    write_new_model(cfg, env_corpus(cfg, "train"), tmp_path / "new")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / "new" / name).read_bytes() == (FOLDER / name).read_bytes(), name
     made, shipped = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "new", FOLDER))

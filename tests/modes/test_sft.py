@@ -159,7 +159,7 @@ def test_other_data_is_no_continuation(saved_at_every_step, tmp_path):
 
 def test_the_best_checkpoint_by_the_held_out_loss_stays(tmp_path, monkeypatch):
     losses = [7.0, 5.0, 1.0, 4.0, 3.0, 2.0, 6.0]
-    monkeypatch.setattr(SftTrainer, "loss", lambda self, batch: losses[self.version])
+    monkeypatch.setattr(SftTrainer, "evaluation", lambda self, batch: {"eval/loss": losses[self.version]})
     cfg = settings()
     cfg.checkpoint.every = cfg.eval.every = cfg.checkpoint.keep = cfg.checkpoint.keep_best = 1
     done = run(cfg, tmp_path / "run")

@@ -142,7 +142,7 @@ def stopping(patience=3):
 
 @pytest.fixture
 def losses(monkeypatch):
-    monkeypatch.setattr(SftTrainer, "loss", lambda self, batch: LOSSES[self.version])
+    monkeypatch.setattr(SftTrainer, "evaluation", lambda self, batch: {"eval/loss": LOSSES[self.version]})
 
 
 def test_a_run_stops_when_the_held_out_loss_is_no_better(tmp_path, losses):
