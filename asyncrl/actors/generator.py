@@ -10,8 +10,8 @@ Invariants:
 - no prompt is answered before weights are committed;
 - every sample asked for is answered once, with tokens or with a failure that says why;
 - nothing is drained on the way out: what was not answered is asked of another generator;
-- an engine that hangs, in an update or with requests, ends this process with what was waited for; the publisher's word
-  that it has given this engine up is heard at any moment;
+- an engine that hangs, in an update, with requests or inside a call that holds the event loop, ends this process with
+  what was waited for; the publisher's word that it has given this engine up is heard at any moment;
 - whatever ends this process ends the engine's processes too.
 """
 
@@ -34,6 +34,7 @@ from typing import Any
 from asyncrl.actors.engine import Completion, Engine, EngineBroken, Terms, prepare_environment
 from asyncrl.actors.linking import keys_file, link_options
 from asyncrl.actors.messages import CONTROLLER_SCHEMA, INTS, sample_message
+from asyncrl.actors.watchdog import Watchdog
 from asyncrl.config.files import load_config
 from asyncrl.config.schema import Config
 from asyncrl.rollouts.types import Sample
@@ -43,6 +44,7 @@ from asyncrl.transport.links import Dialer
 from asyncrl.weights.messages import PUBLISHER_SCHEMA, frontend_name
 
 ENGINE_SHUTDOWN_S = 5.0
+HELD = "a call that holds the event loop to return (generator.token_deadline_s, or half of deadline.batch_s)"
 
 
 class Stop(Exception):
@@ -183,8 +185,7 @@ class Generator:
         raise Stop(1, "vLLM's engine process ended")
 
     async def _watch_silence(self) -> None:
-        cfg = self._cfg
-        await self._engine.stalled(min(cfg.generator.token_deadline_s, cfg.deadline.batch_s / 2))
+        await self._engine.stalled(silence_limit(self._cfg))
 
     async def _watch_controller(self) -> None:
         """A controller that says goodbye ends ``recv``; this is for one that has gone silent."""
@@ -215,6 +216,11 @@ class Generator:
             self.end(Stop(1, f"{type(error).__name__}: {error}"))
 
 
+def silence_limit(cfg: Config) -> float:
+    """Seconds without a token for a request, or without a turn of the event loop: replaced before the run is over."""
+    return min(cfg.generator.token_deadline_s, cfg.deadline.batch_s / 2)
+
+
 def _sample(terms: Terms, completion: Completion, name: str) -> Sample:
     return Sample(
         ordinal=terms.ordinal,
@@ -231,23 +237,22 @@ def _sample(terms: Terms, completion: Completion, name: str) -> Sample:
 async def serve(cfg: Config, name: str, controller: str) -> int:
     """Start the engine and serve; returns the exit code."""
     began = time.monotonic()
-    watchdog = threading.Timer(cfg.generator.start_deadline_s, _give_up_start, (cfg, name))
-    watchdog.daemon = True
-    watchdog.start()
+    loop = asyncio.get_running_loop()
+    start_s = cfg.generator.start_deadline_s
     try:
-        engine = Engine(cfg.generator, cfg.model.path, cfg.seed)
+        with Watchdog(loop, name, start_s, "vLLM to start (generator.start_deadline_s)"):
+            engine = Engine(cfg.generator, cfg.model.path, cfg.seed)
     except Exception as error:  # noqa: BLE001 - whatever stops vLLM ends this process with its reason
         traceback.print_exc()
         print(f"{name}: vLLM did not start: {error}", file=sys.stderr, flush=True)
         return 1
-    finally:
-        watchdog.cancel()
     generator = Generator(cfg, name, engine, controller)
     # only now: EngineCore is a fork, and would share a wake-up descriptor installed before it
     terminated = Stop(128 + signal.SIGTERM, "")
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, generator.end, terminated)
+    loop.add_signal_handler(signal.SIGTERM, generator.end, terminated)
     try:
-        await generator.run(time.monotonic() - began)
+        with Watchdog(loop, name, silence_limit(cfg), HELD):
+            await generator.run(time.monotonic() - began)
         raise AssertionError("run ends by raising")
     except Stop as stop:
         if stop.code == 1:
@@ -255,13 +260,6 @@ async def serve(cfg: Config, name: str, controller: str) -> int:
         await generator.close(str(stop) if stop.code == 1 else "")
         _shut_down(engine)
         return stop.code
-
-
-def _give_up_start(cfg: Config, name: str) -> None:
-    """Called in a thread while the main thread waits inside vLLM, which has no deadline of its own."""
-    limit = cfg.generator.start_deadline_s
-    print(f"{name} waited {limit:g} s for vLLM to start (generator.start_deadline_s)", file=sys.stderr, flush=True)
-    os._exit(1)
 
 
 def _shut_down(engine: Engine) -> None:

@@ -229,8 +229,8 @@ class GeneratorConfig:
     threads: Positive = 2  # CPU only: OpenMP threads of one engine
     enforce_eager: bool = True
     start_deadline_s: Seconds = 300.0
-    # With requests and without a token for any of them; then the engine is replaced. Never more than half of
-    # deadline.batch_s, or the run would be over first.
+    # With requests and without a token for any of them, or inside one call that holds the generator's event loop; then
+    # the engine is replaced. Never more than half of deadline.batch_s, or the run would be over first.
     token_deadline_s: Seconds = 120.0
     max_restarts: Count = 5  # of one replica; then the run ends with the reason
 

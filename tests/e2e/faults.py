@@ -20,12 +20,12 @@ FAULTY = Path(__file__).with_name("faulty")
 class Fault:
     """At the ``nth`` call (of one process) of ``module:function``, before it or ``after`` it.
 
-    ``kill`` is SIGKILL, ``raise`` a RuntimeError with ``text``, ``no space`` the error of a full disk. ``always``: from
-    the nth call on at every call, in every process.
+    ``kill`` is SIGKILL, ``raise`` a RuntimeError with ``text``, ``no space`` the error of a full disk, ``hold`` never
+    returns. ``always``: from the nth call on at every call, in every process.
     """
 
     at: str
-    do: Literal["kill", "kill parent", "raise", "no space"] = "kill"
+    do: Literal["kill", "kill parent", "raise", "no space", "hold"] = "kill"
     nth: int = 1
     after: bool = False
     text: str = ""
@@ -50,6 +50,7 @@ def happened(folder: Path) -> int:
 STARTING = "vllm.v1.engine.core:EngineCore.__init__"  # in EngineCore: the engine is starting
 ANNOUNCED = "asyncrl.weights.staging:Receiver._announced"  # in EngineCore: a version is announced, not yet "ready"
 TRANSFER = "asyncrl.weights.manifest:Staged.write"  # in EngineCore: a chunk has come
+HOLDING = "asyncrl.actors.engine:Engine._params"  # in the generator, inside its event loop
 SAMPLING = "asyncrl.actors.engine:Engine._draw"  # in the generator: one sample is to be drawn
 VERIFIED = "asyncrl.actors.engine:Engine.update"  # in the generator: bytes are verified, told to load
 LOADING = "asyncrl.weights.vllm_backend:ZmqWeightTransferEngine.receive_weights"  # in EngineCore: paused

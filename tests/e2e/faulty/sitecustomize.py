@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ class Fault:
                 raise RuntimeError(self.text)
             case "no space":
                 raise OSError(errno.ENOSPC, "No space left on device")
+            case "hold":
+                threading.Event().wait()
 
     def wrap(self, module: Any) -> None:
         owner, _, name = self.function.rpartition(".")
