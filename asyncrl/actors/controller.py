@@ -1,12 +1,12 @@
 """The controller process: wires the conductor's parts, recovers a resumed run, writes the summary however it ends.
 
-    python -m asyncrl.actors.controller --config RUN/config.json --ranks 1 --ready-fd 5 --reason-fd 6
+    python -m asyncrl.actors.controller --config RUN/config.json --ranks 1 --ready-fd 5 --news-fd 6
 
 It binds its port before anything slow is imported, writes ``{"endpoint": ...}`` to the pipe ``--ready-fd`` (or, when it
 cannot, ``{"reason": ...}``), and ends
 with 0 when the run finished, 1 when it failed, 143 after SIGTERM. The reason goes into the summary, to the console, and
 with the goodbye to everyone who is linked. SIGTERM is an interruption, unless the supervisor has written to the pipe
-``--reason-fd`` why the run has failed.
+``--news-fd`` why the run has failed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.actors.process import what_is_there
+from asyncrl.actors.news import News
 from asyncrl.config.errors import RunFailed, RunInterrupted
 from asyncrl.config.files import load_config
 from asyncrl.config.schema import Config
@@ -45,7 +45,7 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM arrived during the start; a KeyboardInterrupt, because that is what asyncio lets through."""
 
 
-async def control(cfg: Config, run_dir: Path, ranks: int, ready_fd: int, reason_fd: int) -> int:
+async def control(cfg: Config, run_dir: Path, ranks: int, ready_fd: int, news: News) -> int:
     """Run the controller; returns its exit code."""
     from asyncrl.actors.linking import listener_options
     from asyncrl.actors.messages import CONTROLLER_SCHEMA
@@ -58,20 +58,20 @@ async def control(cfg: Config, run_dir: Path, ranks: int, ready_fd: int, reason_
         return 1
     os.write(ready_fd, (json.dumps({"endpoint": endpoint}) + "\n").encode())
     os.close(ready_fd)
-    ended, reason = await _conduct(cfg, run_dir, ranks, listener, reason_fd)
+    ended, reason = await _conduct(cfg, run_dir, ranks, listener, news)
     with contextlib.suppress(asyncio.CancelledError):  # a SIGTERM that came as the run ended
         await listener.close(reason=reason or ended)
     return {"finished": 0, "failed": 1, "interrupted": TERMINATED}[ended]
 
 
-async def _conduct(cfg: Config, run_dir: Path, ranks: int, listener: Listener, reason_fd: int) -> tuple[Ended, str]:
+async def _conduct(cfg: Config, run_dir: Path, ranks: int, listener: Listener, news: News) -> tuple[Ended, str]:
     """How the run ended, and why."""
     from asyncrl.actors.progress import Progress
     from asyncrl.report.reporter import Reporter
 
     stop = asyncio.current_task()
     assert stop is not None
-    progress = Progress(cfg, Reporter(run_dir, cfg), time.monotonic)
+    progress = Progress(cfg, Reporter(run_dir, cfg), time.monotonic, news)
     progress.reporter.status("starting the generators and trainers")
     desk: RolloutDesk | None = None
     try:
@@ -81,7 +81,7 @@ async def _conduct(cfg: Config, run_dir: Path, ranks: int, listener: Listener, r
             await conductor.run()
         how: tuple[Ended, str] = ("finished", "")
     except BaseException as raised:  # noqa: BLE001 - the summary is written whatever ended the run
-        how = _end_of(_first(raised), run_dir, reason_fd)
+        how = _end_of(_first(raised), run_dir, news)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun, and takes no longer than its own deadlines
     progress.finish(*how, desk.slots.counters() if desk else None)
     return how
@@ -124,14 +124,13 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-def _end_of(error: BaseException, run_dir: Path, reason_fd: int) -> tuple[Ended, str]:
+def _end_of(error: BaseException, run_dir: Path, news: News) -> tuple[Ended, str]:
     """How a run that ``error`` ended has ended, and one line for the user.
 
     The traceback of anything but a named failure goes to the run's log folder.
     """
     if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
-        failure = what_is_there(reason_fd)
-        return ("failed", failure) if failure else ("interrupted", "stopped by SIGTERM")
+        return ("failed", news.failure) if news.failure else ("interrupted", "stopped by SIGTERM")
     if isinstance(error, RunFailed):
         return "interrupted" if isinstance(error, RunInterrupted) else "failed", str(error)
     log = run_dir / "logs" / "controller.log"
@@ -156,12 +155,14 @@ def main() -> int:
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--ranks", required=True, type=int)
     parser.add_argument("--ready-fd", required=True, type=int, help="a pipe that gets the endpoint as JSON")
-    parser.add_argument("--reason-fd", required=True, type=int, help="a pipe that says, before SIGTERM, what failed")
+    parser.add_argument(
+        "--news-fd", required=True, type=int, help="a pipe from the supervisor, see asyncrl.actors.news"
+    )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, _on_sigterm)
     cfg = load_config(arguments.config)
     try:
-        run = control(cfg, arguments.config.parent, arguments.ranks, arguments.ready_fd, arguments.reason_fd)
+        run = control(cfg, arguments.config.parent, arguments.ranks, arguments.ready_fd, News(arguments.news_fd))
         return asyncio.run(run)
     except KeyboardInterrupt:
         return TERMINATED

@@ -29,13 +29,9 @@ class Fleet:
 
     def __init__(self) -> None:
         self._engines: dict[str, Engine] = {}
-        self._known: set[str] = set()
-        self.restarts = 0
 
     def join(self, name: str) -> None:
-        """A process called ``name`` has started; a second one of a name is a restart."""
-        self.restarts += name in self._known
-        self._known.add(name)
+        """A process called ``name`` has started."""
         self._engines[name] = Engine(name)
 
     def serves(self, name: str, version: int, digest: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncrl.actors.batches import Batch
 from asyncrl.actors.evaluation import Evaluation
+from asyncrl.actors.news import News
 from asyncrl.config.schema import Config
 from asyncrl.report.idle import BusyMeter, Clock, idle_share
 from asyncrl.report.metrics import read_lines
@@ -17,12 +18,12 @@ from asyncrl.report.summary import Ended
 class Progress:
     """Meters of one run. ``clock`` is monotonic seconds."""
 
-    def __init__(self, cfg: Config, reporter: Reporter, clock: Clock) -> None:
-        self.cfg, self.reporter, self.clock = cfg, reporter, clock
+    def __init__(self, cfg: Config, reporter: Reporter, clock: Clock, news: News) -> None:
+        self.cfg, self.reporter, self.clock, self.news = cfg, reporter, clock, news
         self.totals: Counter[str] = Counter()
         self.sync: dict[str, Any] = {}
         self.sync_seconds = 0.0
-        self._synced_version = -1
+        self._pushes: dict[int, dict[str, Any]] = {}  # the newest ones, by version
         self._trainer = BusyMeter(clock)
         self._generators: dict[str, BusyMeter] = {}
         self._busy: set[str] = set()
@@ -64,28 +65,36 @@ class Progress:
     def synced(self, report: dict[str, Any]) -> None:
         """One engine committed a push; ``report`` is its ``committed`` message. Engines of one version are one push,
         as slow as the slowest."""
-        first = report["version"] != self._synced_version
-        self._synced_version = report["version"]
-        before = {} if first else self.sync
-        self.totals["syncs"] += first
+        version = report["version"]
+        before = self._pushes.get(version, {})
+        self.totals["syncs"] += not before
         found = {
             f"sync/{key}": max(report[key], before.get(f"sync/{key}", 0)) for key in ("seconds", "pause_s", "bytes")
         }
         self.sync_seconds += found["sync/seconds"] - before.get("sync/seconds", 0)
-        self.sync = found
+        self._pushes[version] = found
+        newest = max(self._pushes)  # one engine's word of the push before may come after another's of this one
+        self._pushes = {v: push for v, push in self._pushes.items() if v >= newest - 1}
+        self.sync = self._pushes[newest]
+
+    @property
+    def restarts(self) -> int:
+        """Generator processes started in the place of one that had died, over all attempts."""
+        return self.totals["restarts"] + self.news.restarts
 
     def resume(self, checkpoint: int) -> None:
         """Go on counting from what earlier attempts of the run reported.
 
         Steps behind the ``checkpoint`` train again, so their tokens are not counted twice.
         """
+        keys = {"generated": "tokens/generated", "restarts": "generators/restarts", "syncs": "sync/count"}
+        earlier: dict[str, int] = {}
         for line in read_lines(self.reporter.run_dir / "metrics.jsonl"):
-            self.totals["generated"] = int(line.get("tokens/generated", self.totals["generated"]))
-            self.totals["restarts"] = int(line.get("generators/restarts", self.totals["restarts"]))
-            self.totals["syncs"] = int(line.get("sync/count", self.totals["syncs"]))
+            earlier |= {name: int(line[key]) for name, key in keys.items() if key in line}
             self.sync_seconds = float(line.get("sync/seconds_total", self.sync_seconds))
             if line["step"] <= checkpoint:
                 self.totals["trained"] = int(line.get("tokens/trained", self.totals["trained"]))
+        self.totals.update(earlier)
         self._last = Counter(self.totals)
 
     def step(self, batch: Batch, report: dict[str, Any], counts: dict[str, Any], more: dict[str, Any]) -> None:
@@ -114,6 +123,7 @@ class Progress:
                 **self.sync,
                 "sync/seconds_total": self.sync_seconds,
                 "sync/count": self.totals["syncs"],
+                "generators/restarts": self.restarts,
                 # every skipped step skips a whole batch
                 "train/skipped_total": sum(counts["skipped"].values()) // self.cfg.batch.groups,
                 **more,
@@ -149,6 +159,9 @@ class Progress:
                 counts["in_flight"],
             )
         summary.tokens_generated = self.totals["generated"]
+        # since the last step too, if there ever was one
+        summary.weight_syncs, summary.generator_restarts = self.totals["syncs"], self.restarts
+        summary.weight_sync_s = self.sync_seconds if self.totals["syncs"] else None
         self.reporter.finish(summary)
 
 

@@ -34,7 +34,6 @@ def recover_run(conductor: Conductor, checkpoint: int) -> None:
     if found.version:
         desk.evaluated.add(0)  # the start was evaluated before the first group was admitted
     conductor.progress.resume(checkpoint)
-    desk.fleet.restarts += conductor.progress.totals["restarts"]
     text = f"resumed from version {checkpoint}; {found.version - checkpoint} batches applied again"
     if found.lost:
         text += f"; {len(found.lost)} groups could not be read and are generated again"

@@ -329,7 +329,6 @@ class RolloutDesk:
             **{f"weights/version/{name}": version for name, (version, _) in proven.items()},
             **{f"weights/digest/{name}": digest for name, (_, digest) in proven.items()},
             "generators/live": len(self.fleet.live),
-            "generators/restarts": self.fleet.restarts,
             "prompts/epoch": self.prompts.cursor.epoch,
             "prompts/too_long": self.prompts.cursor.too_long,
             **{f"reward/failed/{kind}": count for kind, count in self.reward_failures.items()},

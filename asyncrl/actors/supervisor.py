@@ -24,7 +24,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.actors.process import end, kill_session, last_words, read_line, spawn
+from asyncrl.actors.news import tell
+from asyncrl.actors.process import LONGEST_REASON, end, kill_session, last_words, read_line, spawn
 from asyncrl.config.files import load_config
 from asyncrl.config.machine import assign_gpus, visible_gpus
 from asyncrl.config.processes import describe_exit
@@ -44,6 +45,7 @@ class Generators:
     logs: Path
     controller: str
     max_restarts: int
+    news_fd: int  # a pipe to the controller, see ``news``
     gpus: dict[str, list[str]] = field(default_factory=dict)  # of each generator; none on a machine without
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class Generators:
             return f"{name} died {self.restarts[name]} times, the last time with {how} (its log is {self.log(name)})"
         print(f"{name} died ({how}); restart {self.restarts[name]} of {self.max_restarts}", file=sys.stderr)
         self.start(name)
+        tell(self.news_fd, restarted=name)
         return None
 
 
@@ -121,13 +124,13 @@ def supervise(
     logs = run_dir / "logs"
     logs.mkdir(exist_ok=True)
     gpus = gpus_of_generators(cfg, local_ranks)
-    generators = Generators(run_dir / "config.json", logs, "", cfg.generator.max_restarts, gpus)
-    reason_fd, tell = os.pipe()
+    news_fd, tell_fd = os.pipe()
+    generators = Generators(run_dir / "config.json", logs, "", cfg.generator.max_restarts, tell_fd, gpus)
     controller = None
     how: tuple[Ended, str] = ("failed", "the supervisor failed")
     try:
         try:
-            controller, answer_fd = _start_controller(generators.config, ranks, reason_fd)
+            controller, answer_fd = _start_controller(generators.config, ranks, news_fd)
             generators.controller = _pass_on_endpoint(answer_fd, ready_fd)
             for name in gpus:
                 generators.start(name)
@@ -139,7 +142,7 @@ def supervise(
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if how[0] == "failed":
-            os.write(tell, how[1].encode())
+            tell(tell_fd, failed=how[1][:LONGEST_REASON])
         if controller is not None:
             end(controller, grace_s=cfg.deadline.shutdown_s / 2)
         for process in generators.running.values():
@@ -149,13 +152,13 @@ def supervise(
     return how
 
 
-def _start_controller(config: Path, ranks: int, reason_fd: int) -> tuple[subprocess.Popen[bytes], int]:
+def _start_controller(config: Path, ranks: int, news_fd: int) -> tuple[subprocess.Popen[bytes], int]:
     """The controller, and a pipe on which it answers with its endpoint or with a reason."""
     answer_fd, write_end = os.pipe()
     controller = spawn(
         "asyncrl.actors.controller",
-        ["--config", str(config), "--ranks", str(ranks), "--ready-fd", str(write_end), "--reason-fd", str(reason_fd)],
-        pass_fds=[write_end, reason_fd],
+        ["--config", str(config), "--ranks", str(ranks), "--ready-fd", str(write_end), "--news-fd", str(news_fd)],
+        pass_fds=[write_end, news_fd],
         extra_env={"PYTHONHASHSEED": "0"},  # some reasoning-gym tasks draw their items from the order of a set
     )
     os.close(write_end)

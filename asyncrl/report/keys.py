@@ -191,7 +191,7 @@ MACHINE = (
     M("weights/version/*", "count", "version that a generator serves, as its last finished push proved"),
     M("weights/digest/*", "text", "digest of that version, computed by the engine from what it loaded"),
     M("generators/live", "count", "generators that serve prompts"),
-    M("generators/restarts", "count", "generators that came back after their process had died", total=True),
+    M("generators/restarts", "count", "generator processes started in the place of one that had died", total=True),
     M("report/nonfinite", "count", "metric values that were NaN or infinite and were written as null", total=True),
     M("report/lost_lines", "count", "lines of metrics.jsonl that the file system refused", total=True),
     M("report/wandb_dropped", "count", "records that did not reach W&B", total=True),

@@ -2,7 +2,8 @@
 
 Whoever outlives the reporter writes it in its place (``ensure_summary``); only when every process of the run is killed
 at once there is none. Figures that no step reported are null. ``SummaryBuilder`` collects what the step metrics already
-say, over all attempts of a resumed run, so that the controller only adds what it alone knows.
+say, over all attempts of a resumed run, so that the controller only adds what it alone knows. Of an earlier attempt,
+and of one whose reporter was killed, that is what its last step said.
 """
 
 from __future__ import annotations

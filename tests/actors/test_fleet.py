@@ -52,14 +52,6 @@ def test_nothing_is_assigned_while_none_is_live():
         fleet.assign(0, {0})
 
 
-def test_a_restart_is_a_process_that_came_back_not_one_that_was_lost():
-    fleet = live_fleet("a", "b")
-    fleet.lose("a")
-    assert fleet.restarts == 0
-    fleet.join("a")
-    assert fleet.restarts == 1
-
-
 def test_what_an_engine_has_proven_ends_with_its_process():
     fleet = live_fleet("a")
     fleet.serves("a", 4, "00ff")

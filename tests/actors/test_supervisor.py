@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 from asyncrl.actors import supervisor
+from asyncrl.actors.news import News
 from asyncrl.actors.process import spawn
 from asyncrl.actors.supervisor import Generators, gpus_of_generators
 from asyncrl.config.processes import clean_environment
@@ -23,11 +25,15 @@ def test_a_generator_sees_its_own_gpus_also_after_a_restart(tmp_path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "all of them")
     monkeypatch.setattr(supervisor, "spawn", lambda module, arguments, **options: spawn("said", [], **options))
-    generators = Generators(tmp_path, tmp_path, "", 1, {"generator/0": ["2", "3"], "generator/1": []})
+    news_fd, tell_fd = os.pipe()
+    news = News(news_fd)
+    generators = Generators(tmp_path, tmp_path, "", 1, tell_fd, {"generator/0": ["2", "3"], "generator/1": []})
     for name in ("generator/0", "generator/1"):
         generators.start(name)
     assert generators.heal("generator/0") is None
+    assert news.restarts == 1
     assert "died 2 times, the last time with exit code 3: " in generators.heal("generator/0")
+    assert news.restarts == 1, "the second death was not healed"
     generators.running["generator/1"].wait()
     assert generators.log("generator/0").read_text() == "2,3 generator/0\n" * 2
     assert generators.log("generator/1").read_text() == "all of them generator/1\n"

@@ -59,6 +59,7 @@ def test_a_failure_is_told_at_the_end_and_in_the_summary(tmp_path, what):
     assert launch.output.count("Traceback (most recent call last)") <= tracebacks, launch.output  # torchrun's is one
     result = summary(tmp_path / "run")
     assert result["ended"] == "failed" and reason in result["reason"]
+    assert result["generator_restarts"] == (what == "engine")
 
 
 def rank(launch: Launch, number: int) -> psutil.Process:
