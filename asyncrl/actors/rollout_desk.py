@@ -97,8 +97,9 @@ class RolloutDesk:
     # ---- samples --------------------------------------------------------------------------------------------
 
     def sample(self, sample: Sample, generator: str) -> None:
-        """One finished completion. A repeat (its generator was given up, then answered) is dropped."""
+        """One finished completion. A repeat (its generator was given up, then answered) is dropped, on record."""
         if not self.fleet.received(generator, sample.ordinal, sample.index):
+            self.ledger.drop(sample, "not owed")
             return
         self.advances += 1
         self.progress.generated(len(sample.token_ids))

@@ -20,7 +20,6 @@ thread at a time.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,10 +46,6 @@ class Ledger(Store, LedgerReads):
     """See the module's docstring for what holds when a method returns, and Store for how it is opened."""
 
     _waiting: dict[int, _Waiting]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.dropped: Counter[str] = Counter()  # samples not recorded, by reason, since this start
-        super().__init__(*args, **kwargs)
 
     def refresh(self) -> None:
         self._waiting = {
@@ -105,13 +100,15 @@ class Ledger(Store, LedgerReads):
                 self._set_meta("cursor", cursor)
 
     def sample(self, sample: Sample) -> bool:
-        """Record a finished completion; False if it was known or its group no longer waits (counted in ``dropped``).
+        """Record a finished completion; False if it was known or its group no longer waits: then see ``drop``.
 
         A reward or failure that is set already is recorded with it. Check it with validate.defect before.
         """
         group = self._waiting.get(sample.ordinal)
         if group is None or sample.index in group.seen:
-            self._drop(sample, "duplicate" if group else "late")
+            known = sample.ordinal < self.next_ordinal()
+            expect(known, f"sample of group {sample.ordinal}, which was never dispatched")
+            self.drop(sample, "duplicate" if group else "late")
             return False
         if not 0 <= sample.index < group.size:
             raise LedgerError(f"sample {sample.ordinal}/{sample.index} of a group of {group.size}")
@@ -137,6 +134,17 @@ class Ledger(Store, LedgerReads):
             if sample.reward is not None or sample.failure is not None:
                 self.scored(sample.ordinal, sample.index, reward=sample.reward, failure=sample.failure)
         return True
+
+    def drop(self, sample: Sample, reason: str) -> None:
+        """``sample`` came, and is not recorded: an event ``dropped_sample`` says so. A negative ordinal: evaluation."""
+        self.event(
+            "dropped_sample",
+            ordinal=sample.ordinal,
+            index=sample.index,
+            generator=sample.generator,
+            n_tokens=len(sample.token_ids),
+            reason=reason,
+        )
 
     def scored(self, ordinal: int, index: int, *, reward: float | None = None, failure: str | None = None) -> None:
         """Exactly one of ``reward`` and ``failure``. The last sample of a group makes it finished."""
@@ -246,10 +254,3 @@ class Ledger(Store, LedgerReads):
             ).rowcount
             expect(found == 1, f"group {ordinal} cannot be {status}: it is not in flight or finished")
             self._waiting.pop(ordinal, None)
-
-    def _drop(self, sample: Sample, reason: str) -> None:
-        """A sample that changes nothing: sent twice, or after its group was ended."""
-        known = sample.ordinal < self.next_ordinal()
-        expect(known, f"sample of group {sample.ordinal}, which was never dispatched")
-        self.dropped[reason] += 1
-        self.event("dropped_sample", ordinal=sample.ordinal, index=sample.index, reason=reason)

@@ -78,7 +78,7 @@ CREATE TABLE checkpoints (
   time REAL NOT NULL
 );
 
-CREATE TABLE events (             -- anything else: duplicates, losses, restarts, abandoned cuts
+CREATE TABLE events (             -- anything else: joined, left, dropped_sample, resumed, abandoned
   id INTEGER PRIMARY KEY,
   time REAL NOT NULL,
   kind TEXT NOT NULL,

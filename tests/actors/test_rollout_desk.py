@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -11,6 +13,7 @@ from asyncrl.actors.rollout_desk import RolloutDesk
 from asyncrl.config.errors import RunFailed
 from asyncrl.config.schema import Config
 from asyncrl.report.keys import declared
+from asyncrl.rollouts.ledger import Ledger
 from asyncrl.rollouts.slot_state import SlotState
 from asyncrl.rollouts.slots import Slots
 from asyncrl.rollouts.types import Group, Prompt, Sample
@@ -56,6 +59,47 @@ def scored_group(desk: RolloutDesk, rewards: list[float | None], failure: str = 
     ]  # fmt: skip
     desk.groups[ordinal] = Group(ordinal, Prompt(f"train:{ordinal}", ordinal, np.zeros(3, np.int32), {}), samples)
     return desk.groups[ordinal]
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "ledger.md"
+
+
+def test_an_answer_of_a_generator_that_was_given_up_is_dropped_and_on_record(tmp_path):
+    """generator/0 is given up, generator/1 answers in its place, then generator/0 does after all."""
+    cfg = Config()
+    cfg.batch.groups, cfg.batch.group_size = 1, 1
+    with Ledger(tmp_path, {}) as ledger:
+        prompts = MagicMock()
+        prompts.next.return_value = (Prompt("train:0", 0, np.zeros(3, np.int32), {}), 0)
+        prompts.cursor.too_long, prompts.cursor.state.return_value = 0, {}
+        prompts.heldout.return_value = ([], 0)
+        prompts.text.return_value = ""
+        desk = RolloutDesk(cfg, prompts, MagicMock(), ledger, MagicMock(), MagicMock())
+        desk.tasks = MagicMock()
+        desk.tasks.create_task.side_effect = lambda score: score.close()  # no reward worker is there
+        for name in ("generator/0", "generator/1"):
+            desk.fleet.join(name)
+            desk.committed(name, 0)
+        desk.pump(0)
+        assert desk.fleet.load("generator/0") == 1
+
+        def answer(generator: str, ordinal: int = 0, tokens: int = 2) -> None:
+            floats = np.zeros(tokens, np.float32)
+            ids, versions = np.ones(tokens, np.int32), np.zeros(tokens, np.int32)
+            desk.sample(Sample(ordinal, 0, ids, floats, versions, "stop", generator), generator)
+
+        desk.lose("generator/0")
+        desk.pump(0)
+        answer("generator/1")
+        answer("generator/0", tokens=3)
+        answer("generator/1")
+        answer("generator/0", ordinal=-1)
+        question = re.search(r"SELECT detail ->>[^;]*", DOCS.read_text())
+        assert question is not None
+        found = sorted(ledger.db.execute(question.group()).fetchall())
+        assert found == [("generator/0", "not owed", 2, 5), ("generator/1", "not owed", 1, 2)]
+        assert [sample.generator for sample in ledger.samples(0)] == ["generator/1"]
+        assert [sample.generator for sample in desk.groups[0].samples] == ["generator/1"]
 
 
 def small_desk(**algorithm) -> RolloutDesk:

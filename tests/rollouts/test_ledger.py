@@ -20,6 +20,12 @@ from asyncrl.rollouts.recovery import recover
 from tests.rollouts.books import SIZE, assert_same_group, dispatch, finish, make_group, make_sample
 
 
+def dropped(ledger: Ledger) -> list[tuple]:
+    """(ordinal, index, reason) of the samples that came and were not recorded."""
+    keys = ", ".join(f"detail ->> '{key}'" for key in ("ordinal", "index", "reason"))
+    return ledger.db.execute(f"SELECT {keys} FROM events WHERE kind = 'dropped_sample'").fetchall()
+
+
 @pytest.fixture
 def ledger(tmp_path):
     with Ledger(tmp_path, {"seed": 1}) as opened:
@@ -40,14 +46,14 @@ class TestRecording:
         dispatch(ledger, 0)
         assert ledger.sample(make_sample(0, 1))
         assert not ledger.sample(make_sample(0, 1, version=5))
-        assert ledger.dropped == {"duplicate": 1}
+        assert dropped(ledger) == [(0, 1, "duplicate")]
         assert ledger.group(0).samples[0].versions.max() == 0
 
     def test_a_sample_of_an_ended_group_is_late(self, ledger):
         dispatch(ledger, 0)
         ledger.failed(0, "engine died 3 times")
         assert not ledger.sample(make_sample(0, 0))
-        assert ledger.dropped == {"late": 1}
+        assert dropped(ledger) == [(0, 0, "late")]
 
     def test_a_score_that_comes_with_the_sample(self, ledger):
         dispatch(ledger, 0)
@@ -230,7 +236,7 @@ class TestOpening:
         (block,) = re.findall(r"```sql\n(.*?)```", text, re.DOTALL)
         assert ledger.db.execute(python).fetchall() == [(0, 0.5, 5.0, 0)]
         queries = [query for query in block.split(";") if query.strip()]
-        assert len(queries) == 3
+        assert len(queries) == 4
         for query in queries:
             ledger.db.execute(query).fetchall()
 
