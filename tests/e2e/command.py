@@ -86,6 +86,16 @@ class Launch:
             self.kill()
             raise AssertionError(f"the run did not end in {LIMIT_S:g} s:\n{self.output}") from None
 
+    def wait_watching(self) -> tuple[int, set[psutil.Process]]:
+        """As ``wait``, and every process that the run was seen to have, of whatever parent it is by now."""
+        seen: set[psutil.Process] = set()
+        end_at = time.monotonic() + LIMIT_S
+        while self.process.poll() is None and time.monotonic() < end_at:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+                seen.update(self.descendants())
+            time.sleep(0.05)
+        return self.wait(), seen
+
     def kill(self) -> None:
         """SIGKILL to every process of the run."""
         for process in [psutil.Process(self.process.pid), *self.descendants()]:

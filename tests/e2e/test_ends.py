@@ -54,7 +54,9 @@ def test_a_failure_is_told_at_the_end_and_in_the_summary(tmp_path, what):
         settings(tmp_path / "run", trainer__steps=500, generator__max_restarts=1), env=plan(tmp_path / "plan", fault)
     )
     launch.start(tmp_path / "output.log")
-    assert launch.wait() == 1, launch.output
+    code, everything = launch.wait_watching()
+    assert code == 1, launch.output
+    assert not gone(list(everything), END_S)
     assert told_at_the_end(launch, reason), launch.output
     assert launch.output.count("Traceback (most recent call last)") <= tracebacks, launch.output  # torchrun's is one
     result = summary(tmp_path / "run")
@@ -65,6 +67,12 @@ def test_a_failure_is_told_at_the_end_and_in_the_summary(tmp_path, what):
 def rank(launch: Launch, number: int) -> psutil.Process:
     ranks = [p for p in launch.descendants() if "launch/train.py" in " ".join(p.cmdline())]
     return next(p for p in ranks if p.environ().get("RANK") == str(number))
+
+
+def has_engine(processes: list[psutil.Process]) -> bool:
+    """Whether a process of vLLM is among them, a child of a generator."""
+    generators = {p.pid for p in processes if "asyncrl.actors.generator" in " ".join(p.cmdline())}
+    return any(p.ppid() in generators and "EngineCore" in " ".join(p.cmdline()) for p in processes)
 
 
 DEATHS: dict[str, tuple[Callable[[Launch], psutil.Process], str]] = {
@@ -98,6 +106,7 @@ def test_a_death_ends_the_run_as_failed_with_the_reason_and_leaves_no_process(tm
     launch.start(tmp_path / "output.log")
     until(lambda: len(steps(run_dir)) >= 2, "step 2", launch)
     everything = launch.descendants()
+    assert has_engine(everything)
     died = time.monotonic()
     find(launch).kill()
     assert not gone(everything, limit_s)

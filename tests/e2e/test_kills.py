@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import Launch, interrupt, ledger_rows, settings, steps, summary, trained_once, until
+from tests.e2e.command import Launch, gone, interrupt, ledger_rows, settings, steps, summary, trained_once, until
 from tests.e2e.faults import ANNOUNCED, HOLDING, LOADING, SAMPLING, STARTING, TRANSFER, VERIFIED, Fault, happened, plan
 
 pytestmark = pytest.mark.timeout(900)
@@ -51,7 +51,9 @@ def test_killed_at_one_moment_after_another(tmp_path):
     more = {"trainer__steps": 10, "generator__max_restarts": len(FEW), "checkpoint__every": 0}
     launch = Launch(settings(run_dir, **more), env=plan(tmp_path / "plan", *FEW))
     launch.start(tmp_path / "output.log")
-    assert launch.wait() == 0, launch.output
+    code, everything = launch.wait_watching()
+    assert code == 0, launch.output
+    assert not gone(list(everything), 10), "a process outlived the generator that was killed"
     assert happened(tmp_path / "plan") == len(FEW)
     result = summary(run_dir)
     assert result["ended"] == "finished" and result["steps"] == 10 and result["staleness_max"] <= 1
@@ -93,7 +95,8 @@ def test_a_generator_whose_event_loop_is_held_is_restarted(tmp_path):
     more = {"generator__token_deadline_s": 10, "transport__dead_after_s": 6}
     launch = Launch(settings(run_dir, **more), env=plan(tmp_path / "plan", Fault(HOLDING, "hold", nth=20)))
     launch.start(tmp_path / "output.log")
-    assert launch.wait() == 0, launch.output
+    code, everything = launch.wait_watching()
+    assert code == 0 and not gone(list(everything), 10), launch.output
     assert happened(tmp_path / "plan") == 1 and summary(run_dir)["ended"] == "finished"
     assert "generator/0 died (exit code 1: waited 10 s for a call that holds the event loop to return" in launch.output
     assert trained_once(run_dir)
