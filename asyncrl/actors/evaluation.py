@@ -23,6 +23,7 @@ class Evaluation:
     too_long: int = 0  # items left out because their prompts do not fit the engine
     results: dict[int, float] = field(default_factory=dict)
     failures: int = 0
+    unreadable: int = 0  # of the results, answers that the task's scorer could not read
 
     @classmethod
     def of(cls, version: int, prompts: list[Prompt], too_long: int = 0) -> Evaluation:

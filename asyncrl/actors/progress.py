@@ -137,6 +137,7 @@ class Progress:
                 "eval/accuracy": evaluation.accuracy,
                 "eval/items": len(evaluation.results),
                 "eval/failed": evaluation.failures,
+                "eval/unreadable": evaluation.unreadable,
                 "eval/too_long": evaluation.too_long,
                 "eval/seconds": seconds,
             },

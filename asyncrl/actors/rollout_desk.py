@@ -54,6 +54,7 @@ class RolloutDesk:
         self.evaluation: Evaluation | None = None
         self.evaluated: set[int] = set()  # versions
         self.reward_failures: Counter[str] = Counter()
+        self.unreadable = 0  # answers to training prompts, see asyncrl.envs.types
         self.advances = 0  # samples that were owed, groups decided and evaluation results so far
         self.scoring = 0  # samples handed to the reward workers
         self._evaluation_began = 0.0
@@ -129,11 +130,22 @@ class RolloutDesk:
             results = await self.rewards.score_many(split, [(s.text, prompt.entry) for s in samples])
             for sample, result in zip(samples, results, strict=True):
                 sample.reward, sample.failure = result.value, result.failure
+                if result.unreadable is not None:
+                    self._count_unreadable(sample, result.unreadable)
             self.scoring -= len(samples)
             self.post(then)
 
         self.scoring += len(samples)
         self.tasks.create_task(score())
+
+    def _count_unreadable(self, sample: Sample, why: str) -> None:
+        if sample.ordinal < 0 and self.evaluation is not None:
+            self.evaluation.unreadable += 1
+            return
+        self.unreadable += 1
+        if self.unreadable == 1:
+            text = f"the task's scorer cannot read the answer {sample.text!r:.80} ({why}): it is worth 0"
+            self.progress.event(f"{text}, and such are counted in reward/unreadable", warning=True)
 
     def _group_scored(self, group: Group, samples: list[Sample]) -> None:
         for sample in group.samples:
@@ -332,6 +344,7 @@ class RolloutDesk:
             "generators/live": len(self.fleet.live),
             "prompts/epoch": self.prompts.cursor.epoch,
             "prompts/too_long": self.prompts.cursor.too_long,
+            "reward/unreadable": self.unreadable,
             **{f"reward/failed/{kind}": count for kind, count in self.reward_failures.items()},
         }
 

@@ -3,8 +3,8 @@
 - The question is the single user message, unchanged; the completion, stripped of surrounding whitespace, goes to the
   task's own scorer unchanged.
 - An answer that the scorer cannot read is a wrong answer, 0. Nearly all scorers say so themselves; those of boxnet,
-  coin_flip, game_of_life and prime_factorization raise instead. Counted as failures, unreadable answers would leave
-  their groups unpunished.
+  coin_flip, game_of_life and prime_factorization raise instead. Taken for failures, unreadable answers would leave
+  their groups unpunished: they are worth 0 and counted (``Unreadable``).
 - A seed means what it means to the library: item i is ``create_dataset(task, seed=env.train_seed, ...)[i]``, so results
   compare with other frameworks'.
 - No training item asks a held-out question. Different seeds do not give that: most tasks draw item i from
@@ -33,7 +33,7 @@ from typing import Any
 
 from asyncrl.config.schema import EnvConfig
 from asyncrl.envs.plain import from_plain, to_plain
-from asyncrl.envs.types import EnvError, Item, Split, as_number
+from asyncrl.envs.types import EnvError, Item, Split, Unreadable, as_number
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +72,10 @@ class ReasoningGymEnv:
         original = from_plain(entry)
         try:
             value = self._dataset.score_answer(text.strip(), original)
-        except _UNREADABLE:
+        except _UNREADABLE as error:
             # Raised for the right answer too, it is a defect of scorer or entry: that passes through.
             self._dataset.score_answer(original["answer"], from_plain(entry))
-            return 0.0
+            raise Unreadable(f"{type(error).__name__}: {error}") from error
         return as_number(value, f"reasoning-gym's scorer of {self._cfg.task}")
 
     def fingerprint(self) -> str:

@@ -20,7 +20,7 @@ from asyncrl.config.processes import die_with_parent
 from asyncrl.config.schema import EnvConfig
 from asyncrl.config.typed import build
 from asyncrl.envs import load_env
-from asyncrl.envs.types import BadScore, Env
+from asyncrl.envs.types import BadScore, Env, Unreadable
 from asyncrl.envs.wire import Frames, frame
 
 _LONGEST = 500  # characters of a failure
@@ -68,9 +68,11 @@ def load(cfg: EnvConfig, split: str, answers: int) -> Env:
 
 
 def score(env: Env, text: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """``{"value": reward}`` or ``{"failure": "kind: what happened"}``."""
+    """``{"value": reward}``, with ``unreadable`` when that says why it is 0, or ``{"failure": "kind: ..."}``."""
     try:
         value = env.score(text, entry)
+    except Unreadable as error:
+        return {"value": 0.0, "unreadable": str(error)[:_LONGEST]}
     except BadScore as error:
         return {"failure": f"bad_value: {error}"[:_LONGEST]}
     except BaseException as error:  # noqa: BLE001 - a scorer's failure is a result, sys.exit() included

@@ -34,10 +34,11 @@ MOST_AT_ONCE = 64  # items in one request
 
 @dataclasses.dataclass(frozen=True)
 class RewardResult:
-    """Exactly one of the two is set."""
+    """Exactly one of ``value`` and ``failure`` is set. ``unreadable``: why a value of 0 is one, see ``Unreadable``."""
 
     value: float | None
     failure: str | None
+    unreadable: str | None = None
 
     @property
     def kind(self) -> str | None:
@@ -174,7 +175,8 @@ class RewardPool:
             if answers is None:
                 return f"died: {describe_exit(await worker.exit_code())}"
             for answer in answers:
-                _settle(left.popleft(), RewardResult(answer.get("value"), answer.get("failure")))
+                result = RewardResult(answer.get("value"), answer.get("failure"), answer.get("unreadable"))
+                _settle(left.popleft(), result)
         return None
 
     def _fail(self, error: RewardError) -> None:

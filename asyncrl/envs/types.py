@@ -42,7 +42,8 @@ class Env(Protocol):
     def score(self, text: str, entry: dict[str, Any]) -> float:
         """The reward of completion ``text`` to the item whose ``entry`` is given.
 
-        Whatever the task's scorer raises passes through: the caller counts it as that sample's failure.
+        Raises ``Unreadable`` for a wrong answer, worth 0, that the task's scorer cannot read. Whatever else the scorer
+        raises passes through: the caller counts it as that sample's failure.
         """
         ...
 
@@ -57,6 +58,10 @@ class EnvError(ValueError):
     def __init__(self, key: str, message: str, remedy: str) -> None:
         self.problem = Problem(key, message, remedy)
         super().__init__(str(self.problem))
+
+
+class Unreadable(Exception):
+    """An answer that the task's scorer raises on, though it scores the right one: wrong, 0, and counted by itself."""
 
 
 class BadScore(ValueError):

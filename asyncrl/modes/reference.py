@@ -29,6 +29,7 @@ from torch import Tensor
 
 from asyncrl.config.schema import Config
 from asyncrl.envs import load_env
+from asyncrl.envs.types import Unreadable
 from asyncrl.rollouts.types import Prompt, TrainSample
 from asyncrl.training.exact import exact
 
@@ -235,7 +236,13 @@ def main() -> None:
     def line(values: dict[str, Any]) -> None:
         print(json.dumps({**values, "seconds": round(time.monotonic() - started, 2)}), flush=True)
 
-    train(cfg, prompts(), lambda prompt, text: scorer.score(text, prompt.entry), line)
+    def score(prompt: Prompt, text: str) -> float:
+        try:
+            return scorer.score(text, prompt.entry)
+        except Unreadable:
+            return 0.0
+
+    train(cfg, prompts(), score, line)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ LEARNING = (
     M("eval/likelier", "share", "sft.loss=dpo: dpo/likelier of the held-out pairs"),
     M("eval/items", "count", "held-out items evaluated"),
     M("eval/failed", "count", "held-out items without a score (reward failure); they count as 0 in the accuracy"),
+    M("eval/unreadable", "count", "held-out answers that the task's scorer raised on; they count as 0"),
     M("eval/too_long", "count", "held-out items left out because their prompts exceed the model's length"),
     M("eval/seconds", "s", "wall time of the evaluation"),
     M("eval/answers", "count", "mode sft: held-out prompts answered (eval.generations)"),
@@ -166,6 +167,7 @@ FLOW = (
     M("groups/in_flight", "count", "groups that generators or reward workers still hold"),
     M("prompts/epoch", "count", "passes over the training items begun, the first is 0"),
     M("prompts/too_long", "count", "prompts longer than max_model_len allows, never cut", total=True),
+    M("reward/unreadable", "count", "sampled answers that the task's scorer raised on; they are worth 0", total=True),
     M("reward/failed/*", "count", "samples whose reward failed, by reason", total=True),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -9,9 +10,11 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
+from asyncrl.actors.evaluation import Evaluation
 from asyncrl.actors.rollout_desk import RolloutDesk
 from asyncrl.config.errors import RunFailed
 from asyncrl.config.schema import Config
+from asyncrl.envs.rewards import RewardResult
 from asyncrl.report.keys import declared
 from asyncrl.rollouts.ledger import Ledger
 from asyncrl.rollouts.slot_state import SlotState
@@ -202,3 +205,26 @@ def test_a_generator_that_was_given_up_for_its_predecessor_is_live_once_it_commi
     desk.committed("generator/0", 0)
     assert [engine.name for engine in desk.fleet.live] == ["generator/0"]
     assert list(desk.slots.generators) == ["generator/0"]
+
+
+def test_answers_that_the_scorer_cannot_read_are_wrong_and_counted_in_training_and_in_evaluation():
+    desk = small_desk()
+    told = desk.progress.event
+    results = {"ok": RewardResult(1.0, None), "??": RewardResult(0.0, None, "ValueError: no number")}
+
+    async def score_many(split, items):
+        return [results[text] for text, _ in items]
+
+    desk.rewards.score_many, desk.tasks, desk.post = score_many, MagicMock(), lambda react: react()
+    desk.tasks.create_task.side_effect = asyncio.run
+    prompt = Prompt("train:0", 0, np.zeros(3, np.int32), {})
+    desk.evaluation = Evaluation.of(0, [prompt])
+    seen = []
+    for ordinal, texts in ((0, ["ok", "??"]), (1, ["??", "??"]), (-1, ["??"])):
+        empty = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32)
+        samples = [Sample(ordinal, i, *empty, "stop", "generator/0", text=text) for i, text in enumerate(texts)]
+        desk._score(samples, prompt, lambda samples=samples: seen.extend(s.reward for s in samples))
+    assert seen == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert desk.metrics()["reward/unreadable"] == 3 and desk.evaluation.unreadable == 1
+    declared("reward/unreadable")
+    assert told.call_count == 1 and "'??' (ValueError: no number): it is worth 0" in told.call_args.args[0]

@@ -15,6 +15,7 @@ from reasoning_gym.factory import DATASETS
 
 from asyncrl.config.schema import EnvConfig
 from asyncrl.envs import EnvError, load_env
+from asyncrl.envs.types import Unreadable
 
 # Tasks whose metadata JSON alone would change (tuples, integer keys, numpy strings), and plain ones.
 SOME = ["arc_agi", "rearc", "graph_color", "knights_knaves", "chain_sum", "spell_backward", "rubiks_cube"]
@@ -34,8 +35,10 @@ def check_task(task):
     for text in (str(entry["answer"]), "", "a b", "42", entry["question"]):
         try:
             expected = dataset.score_answer(text.strip(), entry)
-        except (ValueError, TypeError):  # boxnet and prime_factorization
-            expected = 0.0
+        except (ValueError, TypeError) as error:  # boxnet and prime_factorization
+            with pytest.raises(Unreadable, match=f"^{type(error).__name__}: "):
+                ours.score(f"  {text}\n", stored)
+            continue
         assert ours.score(f"  {text}\n", stored) == pytest.approx(expected)
 
 
@@ -50,10 +53,11 @@ def test_every_task_equals_the_library(task):
     check_task(task)
 
 
-def test_an_unreadable_answer_is_wrong_and_a_broken_entry_an_error():
+def test_an_unreadable_answer_says_so_and_a_broken_entry_is_an_error():
     ours = env(task="prime_factorization")
     entry = ours.item(0).entry
-    assert ours.score("two times three", entry) == 0.0
+    with pytest.raises(Unreadable, match="ValueError: invalid literal"):
+        ours.score("two times three", entry)
     assert ours.score(entry["answer"], entry) == 1.0
     with pytest.raises(ValueError, match="'x'"):
         ours.score("two times three", {**entry, "answer": "x"})

@@ -199,6 +199,17 @@ def test_the_gyms_scores_are_its_own():
     assert [r.value for r in results] == [env.score(text, entry) for text, entry in pairs]
 
 
+def test_an_answer_that_the_gyms_scorer_raises_on_is_worth_0_and_told_apart_from_a_wrong_one():
+    gym = EnvConfig(task="prime_factorization", size=10, heldout_size=0)
+    entry = load_env(gym, "train").item(0).entry
+    broken = {**entry, "answer": "x"}  # the right answer cannot be read either
+    pairs = [("two times three", entry), ("1", entry), (entry["answer"], entry), ("two", broken)]
+    unreadable, wrong, right, failed = with_pool(lambda pool: pool.score_many("train", pairs), env=gym)
+    assert unreadable.value == 0.0 and unreadable.failure is None and "ValueError" in unreadable.unreadable
+    assert wrong == RewardResult(0.01, None) and right == RewardResult(1.0, None), "the task's own scores"
+    assert failed.value is None and failed.kind == "raised" and failed.unreadable is None
+
+
 # ---- start and end ------------------------------------------------------------------------------------------------
 
 
