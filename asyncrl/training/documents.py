@@ -11,7 +11,8 @@ cannot see it, and repeats that token, so that even a NaN stays in its own docum
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -65,27 +66,31 @@ class BranchBucket:
     )
 
 
-@dataclass
 class Documents:
     """Boundaries of a packed row, all sorted by length (longest first), and the buckets made from them.
 
-    ``branch_stem[b]`` is the index of the stem that branch ``b`` continues.
+    ``branch_stem[b]`` is the index of the stem that branch ``b`` continues. No dataclass: FSDP2 copies those, with all
+    that they hold, into each layer when it casts the layer's inputs, and every layer would make the buckets anew.
     """
 
-    stem_lengths: list[int]
-    branch_lengths: list[int] = field(default_factory=list)
-    branch_stem: list[int] = field(default_factory=list)
-    device: str | torch.device = "cpu"
-    cu_seqlens: Tensor | None = None  # (documents + 1,) int32, for flash attention; None with branches
-    _plans: dict[Any, tuple[list[Bucket], list[BranchBucket]]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for lengths in (self.stem_lengths, self.branch_lengths):
+    def __init__(
+        self,
+        stem_lengths: list[int],
+        branch_lengths: Sequence[int] = (),
+        branch_stem: Sequence[int] = (),
+        device: str | torch.device = "cpu",
+    ) -> None:
+        """Raises ``ValueError`` for lengths in another order."""
+        for lengths in (stem_lengths, branch_lengths):
             if any(b > a for a, b in pairwise(lengths)):
                 raise ValueError("documents must be sorted by length, longest first")
+        self.stem_lengths, self.branch_lengths, self.branch_stem = stem_lengths, list(branch_lengths), list(branch_stem)
+        self.device = device
+        self.cu_seqlens: Tensor | None = None  # (documents + 1,) int32, for flash attention; None with branches
         if not self.branch_lengths:
-            bounds = np.cumsum([0, *self.stem_lengths])
-            self.cu_seqlens = torch.as_tensor(bounds, dtype=torch.int32, device=self.device)
+            bounds = np.cumsum([0, *stem_lengths])
+            self.cu_seqlens = torch.as_tensor(bounds, dtype=torch.int32, device=device)
+        self._plans: dict[Any, tuple[list[Bucket], list[BranchBucket]]] = {}
 
     def buckets(self, window: int | None, dtype: torch.dtype, repeats: int) -> tuple[list[Bucket], list[BranchBucket]]:
         """The padded path's buckets, made once for all layers that share a sliding window.

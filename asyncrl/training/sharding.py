@@ -13,6 +13,7 @@ Gradients are *summed* over ranks, never averaged: the loss is divided by a glob
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ def distribute(policy: Policy, mesh: Mesh, cfg: Config) -> bool:
         options["offload_policy"] = CPUOffloadPolicy()
     for layer in layers(policy.lm):
         fully_shard(layer, **options)  # moves one unit at a time: the whole model never lies on one device
-    fully_shard(policy, **options)
+    # What goes into the policy is token ids, and log-probs, advantages and weights for the loss, which stay exact.
+    fully_shard(policy, **options | {"mp_policy": replace(precision, cast_forward_inputs=False)})
     register_fsdp_forward_method(policy, "next_tokens")
     for module in policy.modules():
         if isinstance(module, FSDPModule):

@@ -106,15 +106,19 @@ def ranks_job(rank, world, path):
     for shard in (True, False):
         trainer = build(path, rank, world, budget=30, shard=shard)
         found[shard] = trainer.loss(talks()), learn(trainer)
-    return found
+    cfg = tiny_run(path, "float32", model={"compute_dtype": "bfloat16"}, trainer={"token_budget": 30})
+    mixed = SftTrainer(cfg, load_policy(path), open_mesh(rank, world))
+    return found, (mixed.loss(talks()), mixed.learn(talks()).loss)
 
 
 def test_steps_are_those_of_transformers_on_three_ranks(folder):
     wanted = oracle(folder)
-    for by_mode in run_ranks(3, ranks_job, folder):
+    for by_mode, mixed in run_ranks(3, ranks_job, folder):
         for before, found in by_mode.values():
             assert before == pytest.approx(wanted[0][0], rel=1e-9)
             close(found, wanted)
+        # What the loss is made with is not rounded to the dtype of the layers: in bf16 1 / tokens would be off by 1e-3.
+        assert mixed[1] == pytest.approx(mixed[0], rel=1e-6) and mixed[0] == pytest.approx(wanted[0][0], rel=2e-2)
 
 
 def test_the_loss_of_a_batch_changes_nothing(folder):
