@@ -2,7 +2,7 @@
 
 Composes the configuration with Hydra, checks it without importing torch, then runs ``asyncrl.modes.<mode>`` on every
 rank. Works from any working directory, and without torchrun as a world of one. Exit status: 0 finished, 1 the run
-failed, 2 the configuration is wrong, 130 interrupted (Ctrl-C, SIGTERM).
+failed, 2 the configuration is wrong, 130 interrupted (Ctrl-C, SIGTERM); torchrun's own is 1 for all but the first.
 """
 
 from __future__ import annotations

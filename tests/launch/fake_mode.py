@@ -9,6 +9,7 @@ import json
 import os
 import runpy
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -32,6 +33,10 @@ def run(config, context):
         raise RunFailed("no group had reward variance")
     if behaviour == "bug" or (behaviour == "fail_once_in_job_1" and context.job == 1 and attempt == 0):
         raise ZeroDivisionError("a bug")
+    if behaviour == "wait":
+        print("waiting", flush=True)
+        while True:  # a main thread that notices a signal, whichever thread the kernel gives it to
+            time.sleep(0.1)
     if behaviour == "interrupt":
         raise KeyboardInterrupt
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -57,9 +58,14 @@ def start(*arguments: str, ranks: int = 0, restarts: int = 0) -> subprocess.Comp
     if ranks:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += [f"--max-restarts={restarts}"]
+    return subprocess.run([*command, *_typed(arguments)], capture_output=True, text=True, timeout=240)
+
+
+def _typed(arguments: tuple[str, ...]) -> list[str]:
+    """The script and what follows it on the command line."""
     script, *rest = arguments
     common = ["+experiment=grpo", "model.path=../model", "env.task=spell_backward", "env.task_config={}"]
-    return subprocess.run([*command, script, *_merge(rest, common)], capture_output=True, text=True, timeout=240)
+    return [script, *_merge(rest, common)]
 
 
 def _merge(rest: list[str], common: list[str]) -> list[str]:
@@ -144,7 +150,7 @@ def test_another_task_leaves_nothing_of_the_experiments_task_behind(here, watche
 def test_under_torchrun_the_mistake_is_printed_once_and_no_rank_imports_torch(here, watched, monkeypatch):
     monkeypatch.delenv("WATCH_WITHOUT_RANK")  # torchrun itself needs torch; its ranks are told by RANK
     result = start(TRAIN, "optim.lrr=1", ranks=2)
-    assert result.returncode != 0
+    assert result.returncode == 1, "torchrun's own status; the rank's is in its report"
     printed, report = result.stderr.split("ChildFailedError", 1)
     assert printed.count("optim.lrr: no such key") == 1
     assert "exitcode  : 2" in report and "optim.lrr: no such key" in report, "torchrun's report ends with the reason"
@@ -153,8 +159,26 @@ def test_under_torchrun_the_mistake_is_printed_once_and_no_rank_imports_torch(he
 
 def test_torchruns_report_ends_with_the_reason_of_a_failed_run(here):
     result = fake("run_failed", ranks=1)
-    assert result.returncode != 0
+    assert result.returncode == 1
     assert "no group had reward variance" in result.stderr.split("Root Cause")[1]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_torchrun_ends_with_1_and_the_summary_says_interrupted(here, signum):
+    """The README's table of exit statuses: torchrun has one for everything that is not success."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    process = subprocess.Popen(
+        [*torchrun, *_typed((FAKE, "wait"))], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert "waiting\n" in iter(process.stdout.readline, "")
+        process.send_signal(signum)
+        assert process.wait(120) == 1
+    finally:
+        process.kill()
+        process.wait()
+    assert json.loads((here / "outputs" / "latest" / "summary.json").read_text())["ended"] == "interrupted"
 
 
 def test_two_ranks_agree_on_one_folder(here):
