@@ -33,6 +33,12 @@ def run(config, context):
         raise RunFailed("no group had reward variance")
     if behaviour == "bug" or (behaviour == "fail_once_in_job_1" and context.job == 1 and attempt == 0):
         raise ZeroDivisionError("a bug")
+    if behaviour == "report" and context.rank == 0:
+        from asyncrl.report.reporter import Reporter
+
+        reporter = Reporter(context.run_dir, config)
+        reporter.step({"step": 1, "train/lr": lr})
+        reporter.finish(reporter.summary("finished"), deadline_s=120.0)
     if behaviour == "wait":
         print("waiting", flush=True)
         while True:  # a main thread that notices a signal, whichever thread the kernel gives it to

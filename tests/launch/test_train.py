@@ -205,6 +205,20 @@ def test_a_sweep_has_one_folder_a_job_and_one_process_group_a_job(here):
     assert sorted(path.name for path in here.iterdir()) == ["multirun", "outputs"]
 
 
+def test_a_sweep_has_one_wandb_run_a_job(here, monkeypatch):
+    """The mode is a fake, the writer and wandb are real."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    result = fake("report", "-m", "optim.lr=1e-4,3e-4", "report.wandb.enabled=true")
+    assert result.returncode == 0, result.stderr
+    (sweep,) = (here / "multirun").iterdir()
+    ids = {}
+    for job in sweep.iterdir():
+        assert json.loads((job / "summary.json").read_text())["wandb_dropped"] == 0
+        (file,) = job.glob("wandb/offline-run-*/run-*.wandb")
+        ids[job.name] = file.stem
+    assert len(ids) == 2 and len(set(ids.values())) == 2, ids
+
+
 def test_a_mistake_in_the_last_job_of_a_sweep_is_found_before_the_first_starts(here, watched):
     result = start(TRAIN, "-m", "batch.group_size=8,1", "run.dry=true")
     assert result.returncode == 2, result.stderr
