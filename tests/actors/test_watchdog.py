@@ -6,6 +6,8 @@ import asyncio
 import subprocess
 import sys
 
+import pytest
+
 from asyncrl.actors.silence import LOOKS
 from asyncrl.actors.watchdog import Watchdog
 
@@ -85,3 +87,37 @@ def test_a_process_whose_loop_is_really_held_ends_with_its_stack_and_the_reason(
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "generator/7: waited 0.2 s for a call that holds the event loop"
     assert "in hold" in done.stderr, "the stack shows who holds it"
+
+
+SERVES = """
+import asyncio, sys, threading, time
+from asyncrl.actors import generator
+from asyncrl.config.schema import Config
+
+class FakeEngine:
+    def __init__(self, *_):
+        time.sleep(float(sys.argv[1]))  # vLLM starts, in the event loop's thread
+
+    async def died(self):
+        threading.Event().wait()
+
+cfg = Config()
+cfg.generator.start_deadline_s, cfg.generator.token_deadline_s = float(sys.argv[2]), 0.2
+generator.Engine = FakeEngine
+sys.exit(asyncio.run(generator.serve(cfg, "generator/0", "tcp://127.0.0.1:1")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "limit_s", "reason"),
+    [
+        (2, 100, "waited 0.2 s for a call that holds the event loop to return (generator.token_deadline_s"),
+        (1000, 0.2, "waited 0.2 s for vLLM to start (generator.start_deadline_s)"),
+    ],
+)
+def test_a_generator_may_take_long_to_start_and_may_not_be_held_then(takes_s, limit_s, reason):
+    """The engine is a fake. A start of ten times the limit on calls is no offence; one beyond its own limit is."""
+    command = [sys.executable, "-c", SERVES, str(takes_s), str(limit_s)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"generator/0: {reason}"), done.stderr
