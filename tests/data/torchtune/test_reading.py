@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.check import check
@@ -248,6 +248,8 @@ VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(NAM
 
 
 @given(value=VALUES)
+@example(value="a\\'b")
+@example(value=["ends\\", {"path": "it's \\\\' x"}])
 @settings(max_examples=60, deadline=None)
 def test_hydra_reads_what_is_printed(value):
     assert OverridesParser.create().parse_override(f"key={override(value)}").value() == value
