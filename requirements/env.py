@@ -89,12 +89,19 @@ def index_arguments(python: Path | str, torch: str) -> list[str]:
 
 
 def install_lock(venv: Path, lock: Path) -> None:
-    """Builds the environment anew. The lock is complete, so pip must not resolve (``--no-deps``)."""
+    """Builds the environment anew. The lock is complete, so pip must not resolve (``--no-deps``).
+
+    An index that pip is not configured for is asked for torch alone: where it cannot be reached, that is said within
+    seconds, not after retries for each package of the lock.
+    """
     base = os.path.realpath(sys.executable)  # this may be the environment's own Python, about to be removed
     subprocess.run([base, "-m", "venv", "--clear", str(venv)], check=True)
     python = venv / "bin" / "python"
     pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run([*pip, *index_arguments(python, pinned_torch(lock)), "-r", str(lock)], check=True)
+    torch = pinned_torch(lock)
+    if index := index_arguments(python, torch):
+        subprocess.run([*pip, *index, torch], check=True)
+    subprocess.run([*pip, "-r", str(lock)], check=True)
 
 
 def install_project(venv: Path) -> None:

@@ -49,7 +49,7 @@ def build(env):
     """What one call does: the kinds of command it runs."""
     env.commands.clear()
     env.build(env.ROOT / ".venv", env.ROOT / "requirements" / "cpu.txt")
-    kinds = {"venv": "venv", "-r": "lock", "-e": "project", "--dry-run": "probe"}
+    kinds = {"venv": "venv", "-r": "lock", "-e": "project", "--dry-run": "probe", "--extra-index-url": "torch"}
     return [kind for command in env.commands for word, kind in kinds.items() if word in command]
 
 
@@ -97,6 +97,13 @@ def test_a_rebuild_that_fails_does_not_leave_the_old_stamp(env):
     (env.ROOT / "requirements" / "cpu.txt").write_text("torch==2.13.0+cpu\n")  # back to what the old stamp says
     env.fails_at = None
     assert "lock" in build(env)
+
+
+def test_the_cpu_index_is_asked_for_torch_alone(env):
+    env.fails_at = "--dry-run"
+    assert build(env) == ["venv", "probe", "torch", "lock", "project"]
+    (torch,) = [command for command in env.commands if "--extra-index-url" in command]
+    assert torch[-1] == "torch==2.13.0+cpu" and "--no-deps" in torch and "-r" not in torch
 
 
 def test_the_cpu_index_is_added_only_when_the_cpu_build_is_not_found(env):
