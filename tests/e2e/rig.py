@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.actors.messages import CONTROLLER_SCHEMA, sample_of
 from asyncrl.config.files import save_config
@@ -45,7 +45,7 @@ def make_model(tied: bool = True, seed: int = 0) -> Qwen3ForCausalLM:
 
 
 @torch.no_grad()
-def reference_logprobs(model: Qwen3ForCausalLM, prompt: list[int], tokens: np.ndarray, temperature: float):
+def reference_logprobs(model: PreTrainedModel, prompt: list[int], tokens: np.ndarray, temperature: float):
     """(T,) log-prob of each completion token under ``model`` at this temperature, in float32."""
     ids = torch.tensor([[*prompt, *tokens.tolist()]])
     logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
@@ -57,10 +57,10 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 class Rig:
-    """Use as a context manager. ``model`` is the trainer's; change it and ``push``."""
+    """Use as a context manager. ``model`` is the trainer's (fp32, in ``eval``); change it and ``push``."""
 
-    def __init__(self, folder: Path, *, tied: bool = True, **generator) -> None:
-        self.model = make_model(tied)
+    def __init__(self, folder: Path, model: PreTrainedModel | None = None, **generator) -> None:
+        self.model = model or make_model()
         self.model.save_pretrained(folder / "model")
         self.cfg = Config()
         self.cfg.seed = 17

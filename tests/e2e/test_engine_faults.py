@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from asyncrl.weights.subscribers import Subscribers
-from tests.e2e.rig import Rig, prompt_of, reference_logprobs
+from tests.e2e.rig import Rig, make_model, prompt_of, reference_logprobs
 
 
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory):
-    with Rig(tmp_path_factory.mktemp("untied"), tied=False) as rig:
+    with Rig(tmp_path_factory.mktemp("untied"), make_model(tied=False)) as rig:
         yield rig
 
 
