@@ -10,14 +10,16 @@ Weights of all adapters lie in one flat tensor, gradients in another of the same
 transposed, (R, N), so that parts of it are read in whole rows whatever the rank. Backward adds to the flat gradient
 itself and hands autograd only x's. Saved for it are x, which others keep too, and dropout(x) A^T.
 
-``deterministic`` makes what is computed for one adapter independent, bit for bit, of what else is in the pack, of its
-slot and of the places of its tokens.
+Two implementations: plain torch with products for each adapter (:mod:`kernels.multi_lora_torch`), and Triton
+(:mod:`kernels.multi_lora_triton`), whose number of kernels does not depend on the number of adapters. ``deterministic``
+makes what is computed for one adapter independent, bit for bit, of what else is in the pack, of its slot and of places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Literal
 
@@ -29,7 +31,7 @@ from kernels import multi_lora_torch
 from kernels.matmul import sum_dtype
 from kernels.multi_lora_segments import Segments
 
-Backend = Literal["auto", "torch"]
+Backend = Literal["auto", "torch", "triton"]
 RANKS = (16, 32, 64, 128)  # a kernel's tile has the smallest of these that holds the adapter's rank
 ALIGNMENT = 16  # elements; where a matrix may begin in the flat weights
 SLICES = 3  # at most, in one call
@@ -149,9 +151,19 @@ class _MultiLora(torch.autograd.Function):
 
 
 def implementation(backend: Backend, x: Tensor) -> ModuleType:
-    """The module that computes. Raises ``ValueError`` for an unknown name."""
-    if backend not in ("auto", "torch"):
-        raise ValueError(f"unknown backend {backend!r}; choose auto or torch")
+    """The module that computes. ``auto`` is Triton on a GPU for 16-bit and fp32 operands.
+
+    Raises ``ValueError`` for an unknown name, or Triton where it is not installed.
+    """
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"unknown backend {backend!r}; choose auto, torch or triton")
+    installed = find_spec("triton") is not None
+    if backend == "triton" and not installed:
+        raise ValueError("backend='triton', and triton is not installed; choose auto or torch")
+    if backend == "triton" or (backend == "auto" and installed and x.is_cuda and x.dtype != torch.float64):
+        from kernels import multi_lora_triton
+
+        return multi_lora_triton
     return multi_lora_torch
 
 
