@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.errors import Problem
-from asyncrl.config.model_folder import read_safetensors_header
+from asyncrl.config.model_folder import read_safetensors_header, weight_files
 from asyncrl.config.schema import Config, LoraConfig
 
 ALL_LINEAR = "all-linear"
@@ -108,11 +108,11 @@ def endings(names: Iterable[str]) -> list[str]:
 def linear_shapes(folder: Path) -> dict[str, tuple[int, int]]:
     """Name -> (out, in) of the matrices in a model's decoder layers; empty if the files cannot be read."""
     found: dict[str, tuple[int, int]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            header: Mapping[str, Any] = read_safetensors_header(path)
-        except (OSError, ValueError):
-            return {}  # the check of the folder says what is wrong with it
+    try:
+        headers: list[Mapping[str, Any]] = [read_safetensors_header(path) for path in weight_files(folder)]
+    except (OSError, ValueError):
+        return {}  # the check of the folder says what is wrong with it
+    for header in headers:
         for key, entry in header.items():
             name = key.removesuffix(".weight")
             if name != key and len(entry["shape"]) == 2 and _LAYER.search(name):

@@ -14,6 +14,7 @@ from asyncrl.config.errors import Problem
 KEY = "model.path"
 TRAINABLE_DTYPES = {"F64", "F32", "F16", "BF16"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors format
 
 # Where each library names the architectures it knows.
@@ -53,12 +54,29 @@ def _check_settings(folder: Path, max_model_len: int) -> Iterator[Problem]:
             if not knows_architecture(library, architecture):
                 message = f"the installed {library} does not know the architecture {architecture} of {folder}"
                 yield Problem(KEY, message, "choose a model that transformers trains and vLLM serves")
+    yield from _check_parts(settings)
     if "quantization_config" in settings:
         yield Problem(KEY, f"{folder} is quantised, which cannot be trained", "give the unquantised model")
     limit = settings.get("max_position_embeddings")
     if isinstance(limit, int) and limit < max_model_len:
         message = f"{max_model_len} is more than the {limit} positions of the model"
         yield Problem("generator.max_model_len", message, f"generator.max_model_len={limit} or less")
+
+
+def _check_parts(settings: dict[str, Any]) -> Iterator[Problem]:
+    """Parts of a decoder that the trainer does not compute, by the names that their configs have."""
+    text = settings.get("text_config") or settings
+    kind = str(text.get("model_type", ""))
+    cap = text.get("attn_logit_softcapping", 50.0 if kind.startswith("gemma2") else None)
+    parts = {
+        "a mixture of experts": any(isinstance(text.get(name), int) and text[name] > 1 for name in EXPERTS),
+        "multi-head latent attention (MLA)": bool(text.get("kv_lora_rank")),
+        "attention with capped scores (attn_logit_softcapping)": cap is not None,
+        "attention with sinks": kind == "gpt_oss",
+    }
+    for part, has in parts.items():
+        if has:
+            yield Problem(KEY, f"{kind or 'the model'} has {part}, which is not part of this version", "a dense model")
 
 
 def knows_architecture(library: str, architecture: str) -> bool:
@@ -74,20 +92,31 @@ def knows_architecture(library: str, architecture: str) -> bool:
     return not registry.is_file() or f'"{architecture}"' in registry.read_text()
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers reads the weights from; others that may lie beside them are not the model.
+
+    Raises ``ValueError`` if there are none, or for an index that cannot be read.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ValueError(f"{folder} has neither model.safetensors nor {index.name}")
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} cannot be read: {error!r}") from error
+
+
 def _check_weights(folder: Path) -> Iterator[Problem]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            yield Problem(KEY, f"{index} cannot be read: {error!r}", "download the folder again")
-            return
-    else:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not names:
-        yield Problem(KEY, f"{folder} has no *.safetensors", "convert it: save_pretrained of transformers writes them")
-    for name in names:
-        yield from _check_safetensors(folder / name)
+    try:
+        files = weight_files(folder)
+    except ValueError as error:
+        remedy = "download the folder again, or convert it: save_pretrained of transformers writes them"
+        yield Problem(KEY, str(error), remedy)
+        return
+    for file in files:
+        yield from _check_safetensors(file)
 
 
 def _check_safetensors(path: Path) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncrl.config.context import Place
 from asyncrl.config.errors import Problem
+from asyncrl.config.lora import held_dtype
 from asyncrl.config.schema import Config, ParallelConfig
 
 STYLES = {"colwise", "rowwise", "colwise_gather_output", "replicated_with_grad_allreduce", "embedding_rowwise"}
@@ -71,6 +72,8 @@ def check_parallel(config: Config, place: Place) -> Iterator[Problem]:
             "false keeps everything on every rank, and parallel asks for a mesh",
             "trainer.shard=true (parallel.dp_replicate alone is also a copy on every rank), or leave parallel out",
         )
+    if place.world_size > 1 and not config.trainer.shard:
+        yield from _check_whole(config)
     if place.local_world_size % parallel.tp and place.world_size % parallel.tp == 0:
         yield Problem(
             "parallel.tp",
@@ -79,6 +82,26 @@ def check_parallel(config: Config, place: Place) -> Iterator[Problem]:
         )
     if parallel.tp > 1:
         yield from _check_split(config, parallel.tp)
+        if config.optim.name == "muon":
+            yield Problem(
+                "optim.name",
+                "muon gathers whole matrices, which has not been built for layers that are split over ranks",
+                "optim.name=adamw, or parallel.tp=1",
+            )
+
+
+def _check_whole(config: Config) -> Iterator[Problem]:
+    """Ranks that each hold everything compute in the dtype of their masters."""
+    try:
+        held = held_dtype(config)
+    except ValueError:
+        return  # the check of the adapter says so
+    if config.model.compute_dtype != held:
+        yield Problem(
+            "trainer.shard",
+            f"it is FSDP2 that computes in {config.model.compute_dtype} beside {held} masters, and it shards",
+            f"trainer.shard=true, or model.compute_dtype={held}",
+        )
 
 
 def _check_split(config: Config, tp: int) -> Iterator[Problem]:

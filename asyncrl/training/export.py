@@ -1,9 +1,9 @@
 """The Hugging Face folder of a checkpoint: loads as it is in transformers and vLLM.
 
-Weights go out under the names of the source folder, in its dtype (or ``checkpoint.hf_dtype``): what was loaded and not
-trained comes out with the same bytes. They are read back from the checkpoint's own shards, one tensor at a time, and
-the files are divided among ranks, so that no rank ever holds the model and no collective moves a weight. Config,
-tokenizer and chat template are copied from the source.
+Weights go out under the names of the source folder, each in the dtype that it has there (or ``checkpoint.hf_dtype``):
+what was loaded and not trained comes out with the same bytes. They are read back from the checkpoint's own shards, one
+tensor at a time, and the files are divided among ranks, so that no rank ever holds the model and no collective moves a
+weight. Config, tokenizer and chat template are copied from the source.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from asyncrl.config.model_folder import read_safetensors_header, weight_files
 from asyncrl.training.errors import ModelError
 from asyncrl.training.files import digest, sync, write_bytes, write_json
+from asyncrl.training.stored import DTYPES
 from asyncrl.training.tensor_files import Spec, write_tensors
 
 FILE_BYTES = 5 * 10**9
@@ -32,10 +34,14 @@ COMPUTED = (".rotary_emb.inv_freq",)  # old folders hold what follows from the c
 
 @dataclass
 class Plan:
-    """``names``: name in the folder -> name of the parameter; they differ for a tied weight that is stored twice."""
+    """``names``: name in the folder -> name of the parameter; they differ for a tied weight that is stored twice.
+
+    ``dtypes``: of each name in the folder; ``chosen``: of all, empty if they are the source's.
+    """
 
     source: Path
-    dtype: torch.dtype
+    chosen: str
+    dtypes: dict[str, torch.dtype]
     names: dict[str, str]
     files: list[list[str]]  # names in the folder, file by file
 
@@ -62,15 +68,17 @@ class ModelExport:
 
 def plan_export(source: Path, chosen: str, names: Mapping[str, str], weights: Mapping[str, Spec]) -> Plan:
     """What to write for a model loaded from ``source`` with the parameters ``weights`` and the ``names_of`` it."""
-    dtype, names = export_dtype(source, chosen), stored_as(source, names)
-    sizes = {name: math.prod(weights[of][1]) * dtype.itemsize for name, of in names.items()}
-    return Plan(source, dtype, names, plan_files(sizes))
+    stored, names = stored_dtypes(source), stored_as(source, names)
+    dtypes = {name: getattr(torch, chosen) if chosen else stored[name] for name in names}
+    sizes = {name: math.prod(weights[of][1]) * dtypes[name].itemsize for name, of in names.items()}
+    return Plan(source, chosen, dtypes, names, plan_files(sizes))
 
 
-def export_dtype(source: Path, chosen: str) -> torch.dtype:
-    """``chosen`` by name, else the dtype in the source's config, else fp32."""
-    config = json.loads((source / "config.json").read_text())
-    return getattr(torch, chosen or config.get("dtype") or config.get("torch_dtype") or "float32")
+def stored_dtypes(source: Path) -> dict[str, torch.dtype]:
+    """Of every tensor in the folder's files, by name; they may differ, and from what its config says."""
+    headers = [read_safetensors_header(file) for file in weight_files(source)]
+    entries = {name: entry for header in headers for name, entry in header.items() if name != "__metadata__"}
+    return {name: DTYPES[entry["dtype"]] for name, entry in entries.items()}
 
 
 def names_of(lm: nn.Module) -> dict[str, str]:
@@ -126,10 +134,10 @@ def write_weights(
     """Writes this rank's files (file f: rank f mod world); ``read`` gives a whole parameter. Returns their digests."""
     written = {}
     for index in range(rank, len(plan.files), world_size):
-        specs = {name: (plan.dtype, weights[plan.names[name]][1]) for name in plan.files[index]}
+        specs = {name: (plan.dtypes[name], weights[plan.names[name]][1]) for name in plan.files[index]}
         name = file_name(index, len(plan.files))
         written[name] = write_tensors(
-            folder / name, specs, lambda of: read(plan.names[of]).to(plan.dtype), {"format": "pt"}
+            folder / name, specs, lambda of: read(plan.names[of]).to(plan.dtypes[of]), {"format": "pt"}
         )
     return written
 
@@ -144,18 +152,17 @@ def write_rest(folder: Path, plan: Plan, weights: Mapping[str, Spec]) -> dict[st
             written[path.name] = digest(folder / path.name)
     written["config.json"] = write_bytes(folder / "config.json", config_of(plan))
     if len(plan.files) > 1:
-        total = sum(math.prod(weights[of][1]) * plan.dtype.itemsize for of in plan.names.values())
+        total = sum(math.prod(weights[of][1]) * plan.dtypes[name].itemsize for name, of in plan.names.items())
         where = {name: file_name(f, len(plan.files)) for f, names in enumerate(plan.files) for name in names}
         written[INDEX] = write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     return written
 
 
 def config_of(plan: Plan) -> bytes:
-    """The source's config.json: its very bytes, unless the exported dtype is another."""
+    """The source's config.json: its very bytes, unless another dtype is chosen."""
     data = (plan.source / "config.json").read_bytes()
     config: dict[str, Any] = json.loads(data)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    name = str(plan.dtype).removeprefix("torch.")
-    if config.get(key, "float32") == name:
+    if not plan.chosen or config.get(key) == plan.chosen:
         return data
-    return (json.dumps({**config, key: name}, indent=2) + "\n").encode()
+    return (json.dumps({**config, key: plan.chosen}, indent=2) + "\n").encode()

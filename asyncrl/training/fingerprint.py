@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from asyncrl.config.model_folder import weight_files
 from asyncrl.training.mesh import Mesh
 from asyncrl.weights.digest import tensor_digest
 
@@ -21,7 +22,7 @@ def fingerprint(folder: Path, mesh: Mesh | None = None) -> str:
     """Hexadecimal, the same on every rank. Collective if there is a ``mesh``."""
     rank, world = (mesh.rank, mesh.world_size) if mesh else (0, 1)
     with ExitStack() as opened:
-        files = [opened.enter_context(safe_open(f, framework="pt")) for f in sorted(folder.glob("*.safetensors"))]
+        files = [opened.enter_context(safe_open(f, framework="pt")) for f in weight_files(folder)]
         stored = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         names = sorted(stored)
         digests = torch.zeros(len(names), dtype=torch.int64)

@@ -51,6 +51,9 @@ def tidy(root: Path, prefix: str, keep: Keep) -> None:
     for version in versions:
         if version not in kept:
             remove(folders[version])
+    best = root / BEST_LINK
+    if best.is_symlink() and not best.exists():  # of a run that kept it and now does not
+        best.unlink()
 
 
 def read_scores(keep: Keep) -> dict[int, float]:

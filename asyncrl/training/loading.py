@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from asyncrl.config.model_folder import weight_files
 from asyncrl.training.attention import ATTENTION
 from asyncrl.training.errors import ModelError
 from asyncrl.training.lora import is_adapter
@@ -95,12 +96,12 @@ def read_weights(policy: Policy, device: torch.device, weights_device: torch.dev
     wanted |= {n: b for n, b in policy.lm.named_buffers() if n in policy.lm.state_dict()}
     try:
         with ExitStack() as opened:
-            files = [opened.enter_context(safe_open(f, framework="pt")) for f in sorted(folder.glob("*.safetensors"))]
+            files = [opened.enter_context(safe_open(f, framework="pt")) for f in weight_files(folder)]
             stored = {name: file for file in files for name in file.keys()}  # noqa: SIM118
             _check_names(policy, folder, set(wanted), set(stored))
             for name, tensor in wanted.items():
                 _read(tensor, name, stored[name].get_slice(name), folder)
-    except (OSError, SafetensorError) as e:
+    except (OSError, ValueError, SafetensorError) as e:
         raise ModelError(f"{folder}: cannot read the weights: {e}") from e
     policy.unread = None
 

@@ -18,6 +18,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from asyncrl.config.model_folder import weight_files
 from asyncrl.training.adapter import StoredAdapter, read_adapter
 from asyncrl.training.errors import ModelError, TrainingError
 from asyncrl.training.export import plan_export, write_rest, write_weights
@@ -44,7 +45,7 @@ def merge(adapter: Path, out: Path, base: Path | None = None, dtype: str = "") -
     check_folder(source)
     stored.check_base(source, fingerprint(source))
     with ExitStack() as opened:
-        files = [opened.enter_context(safe_open(f, framework="pt")) for f in sorted(source.glob("*.safetensors"))]
+        files = [opened.enter_context(safe_open(f, framework="pt")) for f in weight_files(source)]
         places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         weights = {name: _spec(file.get_slice(name)) for name, file in places.items()}
         _check_shapes(stored, weights)

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from asyncrl.config.model_folder import weight_files
 from asyncrl.training.attention import ATTENTION, register
 from asyncrl.training.documents import TakeRows
 from asyncrl.training.errors import ModelError
@@ -165,7 +166,7 @@ def read_config(folder: Path) -> Any:
 def stored_names(folder: Path) -> set[str]:
     """Names of the tensors in the folder's safetensors files, from their headers."""
     names: set[str] = set()
-    for path in folder.glob("*.safetensors"):
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as f:
             names.update(f.keys())
     return names

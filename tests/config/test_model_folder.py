@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from asyncrl.config.model_folder import check_model_folder, knows_architecture, read_safetensors_header
+from asyncrl.config.model_folder import check_model_folder, knows_architecture, read_safetensors_header, weight_files
 from tests.config.folders import make_model_folder, write_safetensors
 
 
@@ -90,7 +90,42 @@ def test_context_longer_than_the_model_has_positions(folder):
 
 def test_no_weights(folder):
     (folder / "model.safetensors").unlink()
-    assert "has no *.safetensors" in found(folder)[0]
+    assert "has neither model.safetensors nor model.safetensors.index.json" in found(folder)[0]
+
+
+def test_weights_that_lie_beside_the_model_are_not_the_model(folder):
+    (folder / "consolidated.safetensors").write_text("of another program")
+    assert weight_files(folder) == [folder / "model.safetensors"] and found(folder) == []
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}'])
+def test_a_broken_index_is_named(folder, text):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(text)
+    assert "model.safetensors.index.json cannot be read" in found(folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"model_type": "qwen2_moe", "num_experts": 60}, "qwen2_moe has a mixture of experts"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "a mixture of experts"),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 256, "kv_lora_rank": None}, "a mixture of experts"),
+        ({"model_type": "ernie4_5_moe", "moe_num_experts": 64}, "a mixture of experts"),
+        ({"model_type": "youtu", "kv_lora_rank": 512}, "youtu has multi-head latent attention"),
+        ({"model_type": "gemma2"}, "capped scores"),
+        ({"text_config": {"model_type": "some", "attn_logit_softcapping": 30.0}}, "some has attention with capped"),
+        ({"model_type": "gpt_oss", "num_local_experts": 1}, "attention with sinks"),
+    ],
+)
+def test_decoders_that_are_not_computed_here_are_refused_by_name(tmp_path, settings, part):
+    (text,) = found(make_model_folder(tmp_path / "model", **settings))
+    assert part in text and "not part of this version" in text
+
+
+def test_plain_decoders_of_those_families_are_not(tmp_path):
+    plain = {"model_type": "gemma2", "attn_logit_softcapping": None, "num_experts": None, "kv_lora_rank": None}
+    assert found(make_model_folder(tmp_path / "model", **plain)) == []
 
 
 @pytest.mark.parametrize(

@@ -104,3 +104,29 @@ def test_plans_are_read_as_transformers_has_them(kind):
 def test_no_torch_is_imported():
     code = "import sys; from asyncrl.config.parallel import tp_plan; tp_plan('qwen3'); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(("name", "tp", "refused"), [("muon", 2, True), ("muon", 1, False), ("sgd", 2, False)])
+def test_muon_is_not_built_for_split_layers(tmp_path, name, tp, refused):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    config = Config(parallel=ParallelConfig(tp=tp))
+    config.model.path, config.optim.name = str(tmp_path), name
+    found = [problem.key for problem in check_parallel(config, Place(world_size=8, local_world_size=8))]
+    assert found == (["optim.name"] if refused else [])
+
+
+@pytest.mark.parametrize(
+    ("compute", "rank", "shard", "world", "refused"),
+    [
+        ("bfloat16", 0, False, 2, True),
+        ("bfloat16", 0, True, 2, False),
+        ("bfloat16", 0, False, 1, False),
+        ("float32", 0, False, 2, False),
+        ("bfloat16", 8, False, 2, False),  # frozen weights are held in the dtype of computation
+    ],
+)
+def test_whole_copies_compute_in_the_dtype_of_their_masters(compute, rank, shard, world, refused):
+    config = Config()
+    config.model.compute_dtype, config.lora.rank, config.trainer.shard = compute, rank, shard
+    found = [problem.key for problem in check_parallel(config, Place(world_size=world, local_world_size=world))]
+    assert found == (["trainer.shard"] if refused else [])

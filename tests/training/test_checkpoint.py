@@ -5,13 +5,14 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.training import checkpoint, export
@@ -103,6 +104,24 @@ def test_export_dtype_is_the_source_s_unless_chosen(path, tmp_path, chosen):
     assert {t.dtype for t in load_file(hf / "model.safetensors").values()} == {want}
     assert json.loads((hf / "config.json").read_text())["dtype"] == str(want).removeprefix("torch.")
     assert next(AutoModelForCausalLM.from_pretrained(hf).parameters()).dtype == want
+
+
+def test_each_tensor_goes_out_in_the_dtype_that_it_came_in(path, tmp_path):
+    """Norms in fp32 beside bf16 products, whatever the config says or does not say; untrained: the same bytes."""
+    path = Path(shutil.copytree(path, tmp_path / "mixed"))
+    weights = load_file(path / "model.safetensors")
+    mixed = {name: t if "norm" in name else t.to(torch.bfloat16) for name, t in weights.items()}
+    save_file(mixed, path / "model.safetensors", {"format": "pt"})
+    for dtype in ("float16", None):
+        settings = json.loads((path / "config.json").read_text())
+        settings.pop("dtype", None)
+        (path / "config.json").write_text(json.dumps(settings | ({"dtype": dtype} if dtype else {})))
+        hf = trainer_on(str(path)).save(tmp_path / str(dtype)) / "hf"
+        out = load_file(hf / "model.safetensors")
+        assert {n: (t.dtype, t.tolist()) for n, t in out.items()} == {
+            n: (t.dtype, t.tolist()) for n, t in mixed.items()
+        }
+        assert (hf / "config.json").read_bytes() == (path / "config.json").read_bytes()
 
 
 def test_large_exports_are_cut_into_files_with_an_index(path, tmp_path, monkeypatch):

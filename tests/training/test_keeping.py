@@ -57,6 +57,14 @@ def test_the_best_stay_beside_the_newest(run, metric, left):
     assert os.readlink(run.root / "best") == f"step_{4 if metric == ACCURACY else 2:06d}"
 
 
+def test_the_link_goes_with_what_it_points_at(run):
+    """A run that goes on without ``keep_best`` drops the best one some time."""
+    run.save(2, 4)
+    run.say(evaluated(2, 0.9), evaluated(4, 0.5))
+    assert run.left(1, 1) == [2, 4] and os.readlink(run.root / "best") == "step_000002"
+    assert run.left(1, 0) == [4] and not (run.root / "best").is_symlink()
+
+
 def test_of_equal_ones_the_newer_is_the_better(run):
     run.save(2, 4, 6)
     run.say(evaluated(2, 0.5), evaluated(4, 0.5), evaluated(6, 0.1))

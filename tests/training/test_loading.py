@@ -74,3 +74,9 @@ def test_a_tied_head_that_is_stored_too_is_no_leftover(tmp_path):
 def test_an_untied_head_is_not_tied_to_anything(folder):
     policy = filled(folder)
     assert not torch.equal(policy.lm.lm_head.weight, policy.lm.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("load", [filled, load_policy])
+def test_files_of_other_programs_beside_the_weights_are_not_read(folder, load):
+    save_file({"tok_embeddings.weight": torch.zeros(2)}, folder / "consolidated.safetensors")
+    assert "model.embed_tokens.weight" in dict(load(folder).lm.named_parameters())
