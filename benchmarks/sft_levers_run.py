@@ -56,11 +56,12 @@ class LadderTrainer(SftTrainer):
     def learn(self, batch: Sequence[Conversation]) -> StepReport:
         return super().learn(fill(batch) if self.padded else batch)
 
-    def _loss(self, packed: PackedBatch, denominator: int) -> Tensor:
+    def _loss(
+        self, packed: PackedBatch, samples: Sequence[Conversation], denominator: int
+    ) -> tuple[Tensor, Tensor | None]:
         if not isinstance(self.policy, DensePolicy):
-            return super()._loss(packed, denominator)
-        loss: Tensor = self.policy(packed, 1.0) / denominator
-        return loss
+            return super()._loss(packed, samples, denominator)
+        return self.policy(packed, 1.0) / denominator, None
 
 
 def fill(batch: Sequence[Conversation]) -> list[Conversation]:
