@@ -105,7 +105,7 @@ WRONG = [
     (["lr=1"], ["lr: no such key", "did you mean optim.lr?"]),
     (["optim.lr=fast"], ["optim.lr: 'fast' is not a number"]),
     (["experiment=grpo"], ["experiment: no experiment is chosen yet", "write +experiment=grpo"]),
-    (["+experiment=grop"], ["experiment: there is no grop", "choose one of: grpo, grpo_smollm2"]),
+    (["+experiment=grop"], ["experiment: there is no grop", "choose one of: dpo, grpo, grpo_smollm2, sft"]),
     (["env=chain_sums"], ["env: there is no chain_sums", "chain_sum, function"]),
     (["-m", "algorithm=grpo,ppp"], ["algorithm: there is no ppp"]),
     (["optim.lr={"], ["optim.lr={: cannot be read"]),
