@@ -63,7 +63,7 @@ def test_the_exported_folder_is_a_peft_adapter_that_means_what_was_trained(train
     assert digests(adapter) == digests(folder / "run/checkpoints/step_000003/adapter")
     assert sorted(digests(adapter)) == ["adapter_config.json", "adapter_model.safetensors"]
     by_peft(BASE, adapter).save_pretrained(folder / "by_peft")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(f"{BASE}/{file}", folder / "by_peft")
     want = logps(policy_of(folder, adapter))
     assert (logps(load_policy(folder / "by_peft")) - want).abs().max() < 1e-5
@@ -118,7 +118,7 @@ def test_an_adapter_of_another_model_is_refused(trained, tmp_path):
     with torch.no_grad():
         lm.model.norm.weight += 1
     lm.save_pretrained(other)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(f"{BASE}/{file}", other)
     cfg = on_file(folder)
     cfg.model.adapter, cfg.model.path = str(adapter), str(other)
