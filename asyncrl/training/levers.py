@@ -125,13 +125,29 @@ class Offloaded:
         with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, weights), self._unpack):
             return self._forward(*args, **kwargs)
 
-    def _pack(self, weights: set[int], x: Tensor) -> Tensor | tuple[Tensor]:
+    def _pack(self, weights: set[int], x: Tensor) -> Tensor | Waiting:
         stays = x.nbytes < SMALLEST_BYTES or type(x) is not Tensor or x.device.type != self._device.type
-        if stays or x.untyped_storage().data_ptr() in weights:
-            return x
-        kept = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
-        kept.copy_(x, non_blocking=True)
-        return (kept,)
+        return x if stays or x.untyped_storage().data_ptr() in weights else Waiting(x)
 
-    def _unpack(self, packed: Tensor | tuple[Tensor]) -> Tensor:
-        return packed if isinstance(packed, Tensor) else packed[0].to(self._device, non_blocking=True)
+    def _unpack(self, packed: Tensor | Waiting) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed.back(self._device)
+
+
+class Waiting:
+    """An activation in host memory.
+
+    It comes back with the strides that it had: kernels keep what they have padded for alignment (a mask's rows, say)
+    as views, and refuse to read it packed closely. What an expanded dimension repeats is copied once.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        loose = span > 2 * x.numel()  # a part of something larger: its gaps would be copied too
+        x = x.contiguous() if loose else x
+        self._shape, self._stride = x.shape, x.stride()
+        flat = x.as_strided((x.numel() if loose else span,), (1,))
+        self._kept = torch.empty(flat.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+        self._kept.copy_(flat, non_blocking=True)
+
+    def back(self, device: torch.device) -> Tensor:
+        return self._kept.to(device, non_blocking=True).as_strided(self._shape, self._stride)

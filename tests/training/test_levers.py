@@ -74,7 +74,7 @@ def test_offloaded_activations_come_back_and_weights_stay(recompute, monkeypatch
 
     def watched(self, weights, x):
         packed = pack_one(self, weights, x)
-        (moved if isinstance(packed, tuple) else stayed).append(x.untyped_storage().data_ptr())
+        (moved if isinstance(packed, levers.Waiting) else stayed).append(x.untyped_storage().data_ptr())
         return packed
 
     def offload(policy):
@@ -90,6 +90,18 @@ def test_offloaded_activations_come_back_and_weights_stay(recompute, monkeypatch
     weights = {p.data_ptr() for p in policy.parameters()}
     assert moved and not weights & set(moved)
     assert recompute or weights & set(stayed)
+
+
+def test_an_offloaded_activation_keeps_its_layout():
+    """A GPU kernel for masked attention refuses a mask that comes back without the padding of its rows."""
+    g = torch.Generator().manual_seed(0)
+    padded = torch.randn(3, 1, 5, 16, generator=g)[..., 2:11].expand(3, 4, 5, 9)  # rows of 9 in rows of 16
+    columns = torch.randn(5, 3, 8, generator=g)[:, 1]  # a third of what it is a part of
+    for x, held in ((padded, 3 * 5 * 16), (columns, 5 * 8), (torch.randn(5, 7, generator=g).t(), 35)):
+        packed = levers.Waiting(x)
+        back = packed.back(CPU)
+        assert torch.equal(back, x) and packed._kept.numel() <= held
+        assert back.stride() == (x.stride() if x is not columns else (8, 1))
 
 
 def test_compiled_layers_are_not_compiled_anew_for_every_batch():
