@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from requirements.env import has_nvidia_driver
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,20 @@ def machine(packages: Sequence[str] = ()) -> dict[str, Any]:
         "cpu": names[0] if names else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": memory[0] if memory else None,
+        "gpus": gpus(),
         "load_1min": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "system": platform.platform(),
         "versions": {p: version_of(p) for p in packages},
     }
+
+
+def gpus() -> list[str]:
+    """Names of the NVIDIA GPUs that this process may use; their driver is asked, torch need not be there."""
+    if not has_nvidia_driver() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return []
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
 
 
 def report(

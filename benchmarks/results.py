@@ -1,4 +1,4 @@
-"""Puts results into ``benchmarks/RESULTS.md``: one section a benchmark, replaced as a whole.
+"""Puts results into ``benchmarks/RESULTS.md``: one section a benchmark and kind of GPU, replaced as a whole.
 
     python -m benchmarks.NAME --json name.json && python -m benchmarks.results name.json
 
@@ -23,13 +23,13 @@ def section(result: dict[str, Any]) -> str:
     versions = {"Python": machine["python"], **machine["versions"]}
     command = " ".join(shlex.quote(str(word)) for word in result["command"])
     lines = [
-        mark(result["benchmark"], "begin"),
-        f"## {result['benchmark']}",
+        mark(title(result), "begin"),
+        f"## {title(result)}",
         "",
         f"- command: `{portable(command, result['benchmark'])}`",
         f"- finished: {result['finished']}",
-        f"- machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
-        f"load {machine['load_1min']} at the end, {machine['system']}",
+        f"- machine: {', '.join([*machine.get('gpus', []), machine['cpu']])}, {machine['cores']} cores, "
+        f"{machine['memory_gib']} GiB, load {machine['load_1min']} at the end, {machine['system']}",
         "- versions: " + ", ".join(f"{name} {number}" for name, number in versions.items() if number != "absent"),
         "",
         "| claim | measured | target | met |",
@@ -38,7 +38,13 @@ def section(result: dict[str, Any]) -> str:
     for claim in result["claims"]:
         met = "yes" if claim["met"] else "**no**"
         lines.append(f"| `{claim['name']}` | {claim['value']:.4g} | {claim['target']} | {met} |")
-    return "\n".join([*lines, "", mark(result["benchmark"], "end")])
+    return "\n".join([*lines, "", mark(title(result), "end")])
+
+
+def title(result: dict[str, Any]) -> str:
+    """The benchmark's name, and on GPUs which and how many."""
+    gpus: list[str] = result["machine"].get("gpus", [])
+    return result["benchmark"] + (f" on {len(gpus)} {gpus[0]}" if gpus else "")
 
 
 def portable(command: str, benchmark: str) -> str:
@@ -56,7 +62,7 @@ def mark(benchmark: str, which: str) -> str:
 
 def put(text: str, result: dict[str, Any]) -> str:
     """``text`` with the section of ``result`` replaced, or added at the end."""
-    begin, end = (mark(result["benchmark"], which) for which in ("begin", "end"))
+    begin, end = (mark(title(result), which) for which in ("begin", "end"))
     if begin not in text:
         return f"{text.rstrip()}\n\n{section(result)}\n"
     before, _, rest = text.partition(begin)

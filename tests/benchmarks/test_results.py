@@ -36,3 +36,11 @@ def test_a_second_result_replaces_the_first_and_keeps_the_prose():
     assert again.count("## speed") == again.count("## size") == 1
     assert again.index("## speed") < again.index("A remark.") < again.index("## size")
     assert "2027-01-01" in again
+
+
+def test_results_of_a_gpu_stand_beside_those_of_a_processor():
+    on_gpu = {**RESULT, "machine": {**RESULT["machine"], "gpus": ["NVIDIA H200"]}}
+    both = put(put("# Results\n", RESULT), on_gpu)
+    assert "\n## speed\n" in both and "\n## speed on 1 NVIDIA H200\n" in both
+    assert "- machine: NVIDIA H200, a processor" in both
+    assert put(both, on_gpu) == both
