@@ -20,7 +20,7 @@ lint: env
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" --numprocesses=2 --dist=loadgroup
 
 soak: env
 	$(BIN)/python -m pytest -m "slow and not gpu"
