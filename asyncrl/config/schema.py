@@ -88,6 +88,23 @@ class LoraConfig:
 
 
 @dataclass
+class PackingConfig:
+    """How ``mode=multi_lora`` shares one base among adapters; the same for all jobs of a sweep."""
+
+    # Adapters trained at once; the next job starts when one ends. 0: all. Each takes 16 bytes a weight of its own.
+    slots: Count = 0
+    # Tokens in one pass over the base, of all adapters together; what does not fit goes in the next pass of the step.
+    # Activations grow with it. One adapter's micro-batch (trainer.token_budget) may be larger and then goes alone.
+    token_cap: Positive = 16384
+    # Each adapter's tokens are a pass of their own, so that its bits do not depend on the others. Nothing is gained by
+    # packing then: it is for finding out what made two runs differ.
+    deterministic: bool = False
+    # An adapter whose loss or gradient was not finite for so many steps in a row goes back to its last checkpoint, or
+    # ends if it has none since it last did.
+    strikes: Positive = 3
+
+
+@dataclass
 class EnvConfig:
     """One task: where items come from and how a completion is scored."""
 
@@ -433,6 +450,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    packing: PackingConfig = field(default_factory=PackingConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

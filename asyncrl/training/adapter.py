@@ -59,12 +59,20 @@ def equip(policy: Policy, cfg: Config, mesh: Mesh) -> None:
     if settings is None:
         return
     base = fingerprint(Path(cfg.model.path), mesh)
-    stored = None
-    if cfg.model.adapter:
-        found = read_adapter(Path(cfg.model.adapter))
-        found.check_base(Path(cfg.model.path), base)
-        stored = found.tensors
+    stored = stored_weights(cfg, base)
     attach(policy, settings, DTYPES[cfg.trainer.master_dtype], cfg.seed, stored).base = base
+
+
+def stored_weights(cfg: Config, base: str) -> dict[str, Tensor] | None:
+    """Of ``model.adapter``, by name; None if it is empty.
+
+    ``base``: fingerprint of the model. Raises :class:`ModelError` for a folder that cannot be read or is not its.
+    """
+    if not cfg.model.adapter:
+        return None
+    found = read_adapter(Path(cfg.model.adapter))
+    found.check_base(Path(cfg.model.path), base)
+    return found.tensors
 
 
 def read_adapter(folder: Path) -> StoredAdapter:
@@ -97,7 +105,7 @@ class AdapterExport:
         adapters = policy.adapters
         assert adapters is not None, "a policy without adapters exports its weights"
         dtype: torch.dtype | None = getattr(torch, cfg.checkpoint.hf_dtype) if cfg.checkpoint.hf_dtype else None
-        targets = shortest(list(adapters.layers), list(linear_layers(policy.lm)))
+        targets = shortest(adapters.names, list(linear_layers(policy.lm)))
         return cls(adapters.settings, targets, cfg.model.path, adapters.base, dtype)
 
     def prepare(self, weights: Mapping[str, Spec]) -> None:

@@ -61,10 +61,10 @@ def document_attention(
         raise ModelError(f"{type(module).__name__} asks attention for {', '.join(what)}, which is not supported")
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(documents, Documents):
-        out_THD = attend_documents(q_THD, k_THD, v_THD, documents, scale, sliding_window)
-    else:
+    if hasattr(documents, "attend"):
         out_THD = documents.attend(module, q_THD, k_THD, v_THD, scale, sliding_window)
+    else:
+        out_THD = attend_documents(q_THD, k_THD, v_THD, documents, scale, sliding_window)
     return out_THD[None], None
 
 

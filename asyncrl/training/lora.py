@@ -118,6 +118,11 @@ class Adapters:
                 yield f"{name}.lora_magnitude_vector", layer.lora_magnitude_vector
 
     @property
+    def names(self) -> list[str]:
+        """Of the adapted layers, in model order."""
+        return list(self.layers)
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What decides the function that the weights of the adapters stand for; JSON-able."""
         s = self.settings
@@ -153,10 +158,8 @@ class LoraLinear(nn.Linear):
         self.weight, self.bias = base.weight, base.bias
         self.adapters = adapters
         self.product: Product = F.linear
-        rank, salt = adapters.settings.rank, _salt(adapters.seed, name)
-        bound = 1.0 / math.sqrt(self.in_features)
-        a = torch.empty(rank, self.in_features).uniform_(-bound, bound, generator=torch.Generator().manual_seed(salt))
-        self.lora_A = Factor(a.to(dtype))
+        rank, salt = adapters.settings.rank, salt_of(adapters.seed, name)
+        self.lora_A = Factor(first_a(rank, self.in_features, salt).to(dtype))
         self.lora_B = Factor(torch.zeros(self.out_features, rank, dtype=dtype))
         dora = adapters.settings.dora
         self.lora_magnitude_vector = nn.Parameter(torch.ones(self.out_features, dtype=dtype)) if dora else None
@@ -256,13 +259,11 @@ def attach(
     policy.requires_grad_(False)
     adapters = Adapters(settings, seed)
     for name, linear in targets_of(policy.lm, settings).items():
-        if settings.rank > min(linear.weight.shape):
-            raise ModelError(f"lora.rank={settings.rank} is more than {name} of {tuple(linear.weight.shape)} can have")
         parent, _, leaf = name.rpartition(".")
         adapters.layers[name] = layer = LoraLinear(linear, name, adapters, dtype)
         setattr(policy.lm.get_submodule(parent), leaf, layer)
     if stored is not None:
-        _fill(adapters, stored)
+        fill(adapters, stored)
     policy.adapters = adapters
     return adapters
 
@@ -276,7 +277,10 @@ def linear_layers(lm: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def targets_of(lm: PreTrainedModel, settings: LoraConfig) -> dict[str, nn.Linear]:
-    """The layers that ``settings`` names, in model order. Raises :class:`ModelError` for a name without a layer."""
+    """The layers that ``settings`` names, in model order.
+
+    Raises :class:`ModelError` for a name without a layer, and a layer that the rank does not fit.
+    """
     linears = linear_layers(lm)
     found = chosen(settings.targets, linears)
     if unknown := [target for target, names in found.items() if not names]:
@@ -287,11 +291,16 @@ def targets_of(lm: PreTrainedModel, settings: LoraConfig) -> dict[str, nn.Linear
     wanted = {name for names in found.values() for name in names}
     if not wanted:
         raise ModelError("lora.targets is empty")
-    return {name: linear for name, linear in linears.items() if name in wanted}
+    targets = {name: linear for name, linear in linears.items() if name in wanted}
+    for name, linear in targets.items():
+        if settings.rank > min(linear.weight.shape):
+            raise ModelError(f"lora.rank={settings.rank} is more than {name} of {tuple(linear.weight.shape)} can have")
+    return targets
 
 
 @torch.no_grad()
-def _fill(adapters: Adapters, stored: Mapping[str, Tensor]) -> None:
+def fill(adapters: Adapters, stored: Mapping[str, Tensor]) -> None:
+    """Gives the adapters the values ``stored`` by name. Raises :class:`ModelError` unless these are all and fit."""
     held = dict(adapters.parameters())
     if odd := sorted(held.keys() ^ stored.keys()):
         raise ModelError(f"model.adapter: {len(odd)} weights do not fit the model, e.g. {odd[0]}")
@@ -301,9 +310,15 @@ def _fill(adapters: Adapters, stored: Mapping[str, Tensor]) -> None:
         p.copy_(stored[name])
 
 
-def _salt(seed: int, name: str) -> int:
+def salt_of(seed: int, name: str) -> int:
     """What tells one layer's random numbers from another's; fits an int64."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
+
+
+def first_a(rank: int, columns: int, salt: int) -> Tensor:
+    """A (rank, columns) as training begins, in fp32: a function of its arguments."""
+    bound = 1.0 / math.sqrt(columns)
+    return torch.empty(rank, columns).uniform_(-bound, bound, generator=torch.Generator().manual_seed(salt))
 
 
 def _held(x: Tensor) -> Tensor:

@@ -162,14 +162,14 @@ class SftTrainer(Learner[Conversation]):
         if self.cfg.algorithm.loss_head == "logprob" or not torch.is_grad_enabled():
             logp_M, _ = self.policy(packed, temperature=1.0)
             return -packed.mask.sum(logp_M) / denominator, None
-        objective = likelihood(packed.mask, denominator, self._loss_dtype, self.cfg.trainer.loss_chunk_bytes)
+        weight_M = packed.mask.trained_M.to(self._loss_dtype) / denominator
+        objective = likelihood(weight_M, self.cfg.trainer.loss_chunk_bytes)
         loss, _, _ = self.policy(packed, 1.0, objective)
         return loss, None
 
 
-def likelihood(mask: LossMask, denominator: int, dtype: torch.dtype, chunk_bytes: int) -> Objective:
-    """Minus the log-probs of the trained tokens over ``denominator``, as a loss of single tokens."""
-    weight_M = mask.trained_M.to(dtype) / denominator
+def likelihood(weight_M: Tensor, chunk_bytes: int) -> Objective:
+    """Minus the log-probs of the tokens times their weights, as a loss of single tokens; those of weight 0 are out."""
 
     def token_loss(logp: Tensor, _: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, None]:
         return -weight * torch.where(weight > 0, logp, 0.0), -weight, None

@@ -54,8 +54,21 @@ class Trainer:
         self.cfg, self.mesh, self.policy = cfg, mesh, policy
         self.compute = DTYPES[cfg.model.compute_dtype]
         policy.vocab_chunk = cfg.trainer.vocab_chunk
-        equip(policy, cfg, mesh)
-        self.sharded = distribute(policy, mesh, cfg)
+        self.version = 0
+        self.skipped: Counter[str] = Counter()
+        # What the run's position counts in, JSON-able; a checkpoint of other data is refused.
+        self.data: dict[str, Any] = {}
+        self.position: dict[str, Any] = {}  # where in it the checkpoint was that this trainer was restored from
+        self.saves = Saver(self.mesh, self.cfg.checkpoint.copies, self.cfg.deadline.checkpoint_s)
+        self.partial_steps = 0  # steps that updated only a part of the model
+        self._clip_state: dict[str, Any] = {}  # of a checkpoint, kept for a run that clips by it again
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Adapters, shards, and the optimizer of what learns."""
+        cfg, policy = self.cfg, self.policy
+        equip(policy, cfg, self.mesh)
+        self.sharded = distribute(policy, self.mesh, cfg)
         if policy.adapters and not cfg.model.adapter:
             policy.adapters.start_magnitudes()
         trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
@@ -65,14 +78,6 @@ class Trainer:
         if unsent:
             raise ModelError(f"{len(unsent)} trained parameters would never reach an engine, e.g. {unsent[0]}")
         self.optimizer = self._build_optimizer()
-        self.version = 0
-        self.skipped: Counter[str] = Counter()
-        # What the run's position counts in, JSON-able; a checkpoint of other data is refused.
-        self.data: dict[str, Any] = {}
-        self.position: dict[str, Any] = {}  # where in it the checkpoint was that this trainer was restored from
-        self.saves = Saver(self.mesh, self.cfg.checkpoint.copies, self.cfg.deadline.checkpoint_s)
-        self.partial_steps = 0  # steps that updated only a part of the model
-        self._clip_state: dict[str, Any] = {}  # of a checkpoint, kept for a run that clips by it again
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         optim = self.cfg.optim
