@@ -95,8 +95,11 @@ class Mixture:
         return {"data/skipped": self.skipped.total(), **by_reason}
 
     def identity(self) -> dict[str, Any]:
-        """What decides which examples come: with another value a position would mean other ones."""
-        found: dict[str, Any] = {"sft.data": len(self.corpora), "sft.on_error": "skip" if self._skip else "stop"}
+        """What decides which examples come: with another value a position would mean other ones.
+
+        Not ``skip``: a run that a bad record has ended goes on with it, from the same position.
+        """
+        found: dict[str, Any] = {"sft.data": len(self.corpora)}
         for k, (corpus, share) in enumerate(zip(self.corpora, self._shares, strict=True)):
             found |= {f"sft.data[{k}].{key}": value for key, value in corpus.identity().items()}
             found[f"sft.data[{k}].weight"] = round(share / sum(self._shares), 9)

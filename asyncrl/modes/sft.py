@@ -70,6 +70,7 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> str:
     """Returns why it ended before its last step; empty if it did not."""
     from transformers import AutoTokenizer
 
+    from asyncrl.data.ahead import Ahead
     from asyncrl.data.chat import encode, encode_pair
     from asyncrl.data.lengths import fates
     from asyncrl.data.opening import open_data
@@ -80,7 +81,7 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> str:
     from asyncrl.training.keeping import keep_of
     from asyncrl.training.new_model import with_new_model
     from asyncrl.training.opening import open_trainer
-    from asyncrl.training.reference import Ahead, record
+    from asyncrl.training.reference import Upcoming, record
     from asyncrl.training.sft import SftTrainer
 
     checkpoints = context.run_dir / "checkpoints"
@@ -97,8 +98,8 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> str:
     def encoded(example: Example) -> Encoded[Any]:
         return (encode_pair if pairs else encode)(tokenizer, example, cfg.sft)
 
-    def draw() -> list[Encoded[Any]]:
-        return data.take(cfg.sft.batch_size, encoded)
+    def draw() -> list[Any]:
+        return samples_of(data.take(cfg.sft.batch_size, encoded))
 
     def say(text: str) -> None:
         if reporter is not None:
@@ -106,32 +107,45 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> str:
 
     def prepare(trainer: Learner[Any]) -> None:
         if isinstance(trainer, DpoTrainer) and must_be_recorded(cfg):
-            ahead = Ahead(data, lambda: samples_of(draw()), cfg.trainer.steps)
-            record(trainer, context.run_dir / "reference", ahead, unseen, say)
+            upcoming = Upcoming(data, draw, cfg.trainer.steps)
+            record(trainer, context.run_dir / "reference", upcoming, unseen, say)
 
     unseen = encoded_heldout(heldout, encoded, cfg, reporter)
     trainer = open_trainer(cfg, context, kind, data_of(cfg, data), prepare)
     if trainer.position:
         data.seek(trainer.position)
-    answering, early = Answering(cfg, trainer, heldout, tokenizer), EarlyStop(cfg, trainer.position)
+    own = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)  # the other is the reading thread's
+    answering, early = Answering(cfg, trainer, heldout, own), EarlyStop(cfg, trainer.position)
     trained = tokens_before(trainer.version, context.run_dir / "metrics.jsonl")
     if reporter is not None:
         reporter.start_training()
     if trainer.version == 0:
         early.see(0, evaluate(trainer, unseen, answering, reporter))
-    while trainer.version < cfg.trainer.steps and not early.reason:
-        trainer.saves.check()
-        examples = draw()
-        report = trainer.learn(samples_of(examples))
-        trained += 0 if report.skipped else report.tokens
-        if reporter is not None:
-            figures = {**measured(report), **fates(examples), **data.metrics(), **trainer.saves.metrics()}
-            reporter.step({"step": report.version, "tokens/trained": trained, **figures})
-        if due(trainer.version, cfg.eval.every, cfg):
-            early.see(trainer.version, evaluate(trainer, unseen, answering, reporter))
-        if early.reason or due(trainer.version, cfg.checkpoint.every, cfg):
-            position = {**data.position(), **early.position()}
-            checkpoint.begin(trainer, checkpoints, keep_of(cfg, context.run_dir), position)
+    saved = trainer.version
+
+    def save(position: dict[str, Any]) -> None:
+        checkpoint.begin(trainer, checkpoints, keep_of(cfg, context.run_dir), {**position, **early.position()})
+
+    with Ahead(data, cfg.sft.batch_size, encoded, cfg.trainer.steps - trainer.version) as batches:
+        while trainer.version < cfg.trainer.steps and not early.reason:
+            trainer.saves.check()
+            try:
+                examples = batches.take()
+            except DataError:  # on every rank: what was learnt before it is kept
+                if trainer.version > saved:
+                    save(batches.position())
+                trainer.saves.close()
+                raise
+            report = trainer.learn(samples_of(examples))
+            trained += 0 if report.skipped else report.tokens
+            if reporter is not None:
+                figures = {**measured(report), **fates(examples), **batches.metrics(), **trainer.saves.metrics()}
+                reporter.step({"step": report.version, "tokens/trained": trained, **figures})
+            if due(trainer.version, cfg.eval.every, cfg):
+                early.see(trainer.version, evaluate(trainer, unseen, answering, reporter))
+            if early.reason or due(trainer.version, cfg.checkpoint.every, cfg):
+                save(batches.position())
+                saved = trainer.version
     trainer.saves.close()
     if cfg.sft.export and reporter is not None:
         exported = export(checkpoints, Path(cfg.sft.export), checkpoint.export_of(trainer).folder, cfg)

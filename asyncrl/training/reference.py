@@ -33,7 +33,7 @@ COMMIT_EVERY = 32  # steps
 
 
 @dataclass
-class Ahead:
+class Upcoming:
     """The batches of a run before it begins. ``draw`` takes the next step's pairs from ``stream``."""
 
     stream: Mixture
@@ -42,7 +42,7 @@ class Ahead:
 
 
 def record(
-    trainer: DpoTrainer, folder: Path, ahead: Ahead, heldout: Sequence[Pair], say: Callable[[str], None]
+    trainer: DpoTrainer, folder: Path, upcoming: Upcoming, heldout: Sequence[Pair], say: Callable[[str], None]
 ) -> None:
     """Collective. Gives ``trainer``, which has the weights that the run starts from, what they make of all pairs.
 
@@ -50,23 +50,23 @@ def record(
     checkpoints are bound to those weights. ``say`` is told how far it is, on every rank. Raises
     :class:`CheckpointError` on all ranks if what is there is damaged, of other weights, or cannot be written.
     """
-    pass_, begin, weights = _Pass(trainer, folder), ahead.stream.position(), starting_weights(trainer)
+    pass_, begin, weights = _Pass(trainer, folder), upcoming.stream.position(), starting_weights(trainer)
     try:
         pass_.open(weights)
         pass_.score(heldout)
-        step = pass_.go_on(ahead.stream)
-        if step < ahead.steps:
-            say(f"reference: scoring the pairs of steps {step + 1} to {ahead.steps} by the starting weights")
-        while step < ahead.steps:
-            pass_.score(ahead.draw())
+        step = pass_.go_on(upcoming.stream)
+        if step < upcoming.steps:
+            say(f"reference: scoring the pairs of steps {step + 1} to {upcoming.steps} by the starting weights")
+        while step < upcoming.steps:
+            pass_.score(upcoming.draw())
             step += 1
-            if step % COMMIT_EVERY == 0 or step == ahead.steps:
-                pass_.commit(step, ahead.stream.position())
-            if step * 10 // ahead.steps > (step - 1) * 10 // ahead.steps:
-                say(f"reference: {step} of {ahead.steps} steps scored")
-        trainer.recorded = pass_.close(step, ahead.stream.position())
+            if step % COMMIT_EVERY == 0 or step == upcoming.steps:
+                pass_.commit(step, upcoming.stream.position())
+            if step * 10 // upcoming.steps > (step - 1) * 10 // upcoming.steps:
+                say(f"reference: {step} of {upcoming.steps} steps scored")
+        trainer.recorded = pass_.close(step, upcoming.stream.position())
     finally:
-        ahead.stream.seek(begin)
+        upcoming.stream.seek(begin)
     trainer.data = trainer.data | {f"reference.{name}": value for name, value in weights.items()}
 
 

@@ -135,4 +135,4 @@ def test_identity_changes_with_what_decides_the_examples():
     assert identity([1, 1]) == identity([2, 2])
     assert identity([1, 1])["sft.data[0].records"] == 3
     assert len({json.dumps(i) for i in (identity([1, 1]), identity([1, 2]), identity([1, 1], 4))}) == 3
-    assert identity([1, 1]) != identity([1, 1], skip=True)
+    assert identity([1, 1]) == identity([1, 1], skip=True)

@@ -7,14 +7,16 @@ import shutil
 
 import pytest
 
+from asyncrl.config.context import RunContext
 from asyncrl.config.errors import RunFailed
 from asyncrl.config.schema import DataConfig
 from asyncrl.data.mixture import Mixture
+from asyncrl.data.opening import open_data
 from asyncrl.report.metrics import read_metrics
 from asyncrl.report.summary import read_summary
 from asyncrl.training.errors import CheckpointError
 from tests.data.files import talk, write_lines
-from tests.modes.test_sft import digests, folders, run, settings
+from tests.modes.test_sft import ONE, digests, folders, run, settings
 
 BAD = [{"role": "assistant", "content": "first"}]
 
@@ -128,6 +130,25 @@ def test_a_broken_line_ends_the_run_with_its_file_and_line(tmp_path):
     with pytest.raises(RunFailed, match=r"a\.jsonl line 4: is not JSON"):
         run(cfg, tmp_path / "run")
     assert "a.jsonl line 4" in read_summary(tmp_path / "run/summary.json").reason
+
+
+@pytest.mark.parametrize("every", [1, 20])
+def test_what_was_learnt_before_a_bad_record_is_kept_and_the_run_goes_on_past_it(tmp_path, every):
+    """Batches are read ahead, but a record is an error of the step that would have learnt it; it may be skipped."""
+    records = [{"messages": talk(str(k), f"{k}+0")} for k in range(20)]
+    path = write_lines(tmp_path / "a.jsonl", records)
+    cfg = settings(data=[DataConfig(path=str(path))], batch_size=2)
+    cfg.trainer.steps, cfg.checkpoint.every, cfg.checkpoint.keep = 5, every, 10
+    broken = open_data(cfg, RunContext(ONE, tmp_path))[0].take(8, lambda example: example.place)[-1]
+    records[int(broken.rpartition(" ")[2]) - 1] = {"messages": BAD}
+    write_lines(path, records)
+    with pytest.raises(RunFailed, match=f"{broken}: message 0 is of role assistant"):
+        run(cfg, tmp_path / "run")
+    assert folders(tmp_path / "run") == [f"step_{k:06d}" for k in ((1, 2, 3) if every == 1 else (3,))]
+    assert position(tmp_path / "run", 3)["drawn"] == [6]
+    cfg.sft.on_error, cfg.resume = "skip", str(tmp_path / "run")
+    run(cfg, tmp_path / "run")
+    assert position(tmp_path / "run", 5) == {"batches": 5, "drawn": [11], "given": [10], "skipped": {"roles": 1}}
 
 
 def test_held_out_files_are_evaluated_and_never_learnt(tmp_path, monkeypatch):

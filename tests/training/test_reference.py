@@ -13,7 +13,7 @@ from asyncrl.data.mixture import Mixture
 from asyncrl.training.errors import CheckpointError
 from asyncrl.training.loading import empty_policy
 from asyncrl.training.model import load_policy
-from asyncrl.training.reference import Ahead, record
+from asyncrl.training.reference import Upcoming, record
 from asyncrl.training.reference_store import ReferenceStore
 from tests.training.ranks import run_ranks
 from tests.training.test_dpo import build, dense, pairs
@@ -37,7 +37,7 @@ class Numbers:
         return {"records": len(ALL)}
 
 
-def ahead(steps, drawn=None):
+def upcoming(steps, drawn=None):
     stream = Mixture([Numbers()], [1.0], seed=5)
 
     def draw():
@@ -46,13 +46,13 @@ def ahead(steps, drawn=None):
             drawn.append(batch)
         return batch
 
-    return Ahead(stream, draw, steps)
+    return Upcoming(stream, draw, steps)
 
 
 def job(rank, world, path, root, fails=False):
     """Scores of all pairs after a pass of 4 steps (an epoch and a bit), what it said, and a failure on rank 0."""
     load = load_policy if world == 1 else empty_policy
-    trainer, said, run = build(path, None, rank, world, budget=40, load=load), [], ahead(4)
+    trainer, said, run = build(path, None, rank, world, budget=40, load=load), [], upcoming(4)
     trainer.data = {"records": len(ALL)}
     record(trainer, Path(root) / str(world), run, HELD, said.append)
     scores, bound = trainer.recorded.scores([*ALL, *HELD]).tolist(), trainer.data
@@ -60,7 +60,7 @@ def job(rank, world, path, root, fails=False):
     if rank == 0:
         ReferenceStore.commit = lambda self, **facts: (_ for _ in ()).throw(CheckpointError("no space"))
     with pytest.raises(CheckpointError, match="no space"):
-        record(trainer, Path(root) / f"failed_{world}", ahead(4), HELD, said.append)
+        record(trainer, Path(root) / f"failed_{world}", upcoming(4), HELD, said.append)
     return scores, said, bound
 
 
@@ -85,21 +85,21 @@ def test_it_goes_on_where_it_was_and_only_there(path, tmp_path):
     drawn = []
     for _ in range(2):
         trainer = build(path, None)
-        record(trainer, tmp_path, ahead(2, drawn), HELD, len)
+        record(trainer, tmp_path, upcoming(2, drawn), HELD, len)
         assert len(drawn) == 2
     with pytest.raises(CheckpointError, match="never scored"):
         trainer.recorded.scores(ALL)
     again = build(path, None)
-    record(again, tmp_path, ahead(4, drawn), HELD, len)
+    record(again, tmp_path, upcoming(4, drawn), HELD, len)
     assert len(drawn) == 4 and again.recorded.scores(ALL).shape == (14, 2)
     other = build(path, None)
     other.data = {"records": 3}
-    record(other, tmp_path, ahead(2, drawn), HELD, len)
+    record(other, tmp_path, upcoming(2, drawn), HELD, len)
     assert len(drawn) == 6, "positions in other data mean other pairs"
 
 
 def test_scores_of_other_weights_are_refused(path, tmp_path):
-    record(build(path, None), tmp_path / "a", ahead(1), HELD, len)
+    record(build(path, None), tmp_path / "a", upcoming(1), HELD, len)
     other = build(tiny_folder(tmp_path / "other", seed=7), None)
     with pytest.raises(CheckpointError, match="log-probs of other weights than those of"):
-        record(other, tmp_path / "a", ahead(1), HELD, len)
+        record(other, tmp_path / "a", upcoming(1), HELD, len)
