@@ -16,6 +16,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from asyncrl.actors.engine import engine_config
+from asyncrl.config.schema import GeneratorConfig
 from asyncrl.weights.digest import combined, tensor_digests
 from tests.e2e.rig import EOS, VOCABULARY, Rig, prompt_of, reference_logprobs
 from tests.e2e.scoring import check_scores
@@ -74,3 +76,10 @@ def test_a_push_changes_what_is_served_and_its_digest_is_the_trainers(family):
     for model, low, high in ((family.model, 0, 1e-4), (before, 0.1, np.inf)):
         errors = [np.abs(s.logprobs - reference_logprobs(model, prompt, s.token_ids, 1.0)).max() for s in samples]
         assert low <= max(errors) < high
+
+
+def test_a_bf16_engine_has_an_fp32_head(tmp_path):
+    """Rounded logits are most of what bf16 log-probs are off by (MiniMax-M1, arXiv 2506.13585)."""
+    llama().save_pretrained(tmp_path)
+    found = engine_config(GeneratorConfig(dtype="bfloat16"), str(tmp_path)).model_config
+    assert (found.dtype, found.head_dtype) == (torch.bfloat16, torch.float32)
