@@ -48,8 +48,8 @@ class Hyper:
 class Job:
     """One tensor: local shards of equal size and layout. ``step`` counts from 1; ``tensor`` and ``first`` key the bits.
 
-    ``weight``, ``exp_avg`` and ``exp_avg_sq`` have one dtype, fp32 or bf16; ``grad`` may be either. ``first`` is the
-    place of the shard's first element in the flattened whole tensor.
+    ``weight``, ``exp_avg`` and ``exp_avg_sq`` have one dtype, fp32 or bf16; ``grad`` may be either. ``first``, a
+    multiple of eight, is the place of the shard's first element in the random bits of the whole tensor.
     """
 
     weight: Tensor

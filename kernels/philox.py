@@ -44,8 +44,8 @@ def philox_reference(
 def rounding_bits(count: int, seed: int, step: int, tensor: int, first: int, device: torch.device) -> Tensor:
     """16 random bits for each of ``count`` elements, int32 in [0, 65535]; one Philox call serves eight elements.
 
-    Element i of a shard whose first element lies at ``first`` in the flattened tensor takes half ``i % 2`` (low first)
-    of word ``i % 8 // 2`` of the call with counter ``(group, tensor, step, group >> 32)``, where ``group = first // 8 +
+    Element i of a shard whose bits begin at ``first`` in those of the whole tensor takes half ``i % 2`` (low first) of
+    word ``i % 8 // 2`` of the call with counter ``(group, tensor, step, group >> 32)``, where ``group = first // 8 +
     i // 8``, and key ``seed``.
     """
     group = torch.arange(-(-count // 8), device=device) + first // 8

@@ -16,6 +16,7 @@ gradient that is not finite must touch neither weights nor state. On a GPU nothi
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 @dataclass
@@ -233,13 +235,26 @@ def local_shard(x: Tensor) -> Tensor:
 
 
 def first_element(p: Tensor) -> int:
-    """Place of the local shard's first element in the flattened whole tensor."""
+    """Where the random bits of the local shard begin in those of the whole tensor, a multiple of eight."""
     if not isinstance(p, DTensor):
         return 0
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    mesh, coordinate = p.device_mesh, p.device_mesh.get_coordinate()
+    assert coordinate is not None, "a rank that updates a tensor is part of its mesh"
+    return first_of_shard(list(p.shape), p.placements, list(mesh.shape), coordinate)
 
-    _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    return sum(o * s for o, s in zip(offset, torch.empty(p.shape, device="meta").stride(), strict=True))
+
+def first_of_shard(shape: list[int], placements: Sequence[Placement], mesh: list[int], coordinate: list[int]) -> int:
+    """The same for the shard at ``coordinate`` of ``mesh``: shards are numbered, and each has the room of the largest.
+
+    So no two elements share their bits, however often and along whatever dimension the tensor is split, and replicas
+    draw the same. Rows in shards of one size, a multiple of eight elements, draw what the whole tensor would.
+    """
+    number, largest = 0, list(shape)
+    for placement, parts, place in zip(placements, mesh, coordinate, strict=True):
+        if isinstance(placement, Shard | _StridedShard):
+            number = number * parts + place
+            largest[placement.dim] = -(-largest[placement.dim] // parts)
+    return number * (-(-math.prod(largest) // 8) * 8)
 
 
 def _move(s: Slot, direction: Tensor, lr: float, alive: Tensor) -> None:
