@@ -93,7 +93,7 @@ def _obey(cfg: Config, context: RunContext, trainer: Trainer, publisher: WeightP
             case "checkpoint":
                 _save(cfg, context, trainer, link)
             case "stop":
-                trainer.saves.close()
+                trainer.end()
                 if context.rank == 0:  # the last evaluation may have come after the last checkpoint
                     checkpoint.tidy(context.run_dir / "checkpoints", checkpoint.PREFIX, keep_of(cfg, context.run_dir))
                 link.done(command)

@@ -55,6 +55,9 @@ def run(cfg: Config, context: RunContext) -> None:
     except DataError as error:
         reason = str(error)
         raise RunFailed(reason) from error
+    except RunFailed as error:
+        reason = str(error)
+        raise
     except KeyboardInterrupt as stop:
         ended, reason = "interrupted", f"interrupted by {stop}"
         raise
@@ -146,7 +149,7 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> str:
             if early.reason or due(trainer.version, cfg.checkpoint.every, cfg):
                 save(batches.position())
                 saved = trainer.version
-    trainer.saves.close()
+    trainer.end()
     if cfg.sft.export and reporter is not None:
         exported = export(checkpoints, Path(cfg.sft.export), checkpoint.export_of(trainer).folder, cfg)
         reporter.event(f"{exported} is exported to {cfg.sft.export}")

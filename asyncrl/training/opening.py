@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 import torch
 
 from asyncrl.config.context import RunContext
+from asyncrl.config.errors import RunFailed
 from asyncrl.config.lora import held_dtype
 from asyncrl.config.schema import Config
+from asyncrl.training.errors import CheckpointError
 from asyncrl.training.loading import empty_policy
 from asyncrl.training.mesh import needed_backend, open_mesh
 from asyncrl.training.model import DTYPES, load_policy
@@ -50,7 +52,7 @@ def open_trainer(
     """Collective. The trainer of a run's rank; makes the process groups that are needed.
 
     ``data``: see ``Trainer.data``. ``prepare`` gets the trainer with the weights that the run starts from, which a
-    resumed run replaces afterwards. Raises ``CheckpointError`` if the run is resumed from a checkpoint of other data.
+    resumed run replaces afterwards. Raises ``RunFailed`` on every rank if its checkpoint is damaged or does not fit.
     """
     if backend := needed_backend(cfg, context.world_size):
         context.init_process_group(backend)
@@ -59,5 +61,8 @@ def open_trainer(
     trainer.saves.open()
     prepare(trainer)
     if cfg.resume:
-        trainer.load_latest(context.run_dir / "checkpoints")
+        try:
+            trainer.load_latest(context.run_dir / "checkpoints")
+        except CheckpointError as error:
+            raise RunFailed(str(error)) from None  # it says which file; where in the code that was found helps nobody
     return trainer

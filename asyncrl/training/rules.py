@@ -240,10 +240,12 @@ def first_element(p: Tensor) -> int:
         return 0
     mesh, coordinate = p.device_mesh, p.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank that updates a tensor is part of its mesh"
-    return first_of_shard(list(p.shape), p.placements, list(mesh.shape), coordinate)
+    return first_of_shard(p.shape, p.placements, mesh.shape, coordinate)
 
 
-def first_of_shard(shape: list[int], placements: Sequence[Placement], mesh: list[int], coordinate: list[int]) -> int:
+def first_of_shard(
+    shape: Sequence[int], placements: Sequence[Placement], mesh: Sequence[int], coordinate: Sequence[int]
+) -> int:
     """The same for the shard at ``coordinate`` of ``mesh``: shards are numbered, and each has the room of the largest.
 
     So no two elements share their bits, however often and along whatever dimension the tensor is split, and replicas

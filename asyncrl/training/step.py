@@ -42,7 +42,7 @@ from asyncrl.training.packing import PackedBatch, pack
 from asyncrl.training.rules import AdamWRule
 from asyncrl.training.saver import Saver
 from asyncrl.training.sharding import distribute
-from asyncrl.training.update import Update
+from asyncrl.training.update import Update, check_budget
 from asyncrl.weights.gather import Local
 
 
@@ -122,6 +122,11 @@ class Trainer:
         checkpoint.begin(self, Path(root), Keep(keep), on_saved=saved.append)
         self.saves.wait()
         return saved[0]
+
+    def end(self) -> None:
+        """After the last step: waits for the last checkpoint; raises :class:`PartialSteps` as :meth:`step` does."""
+        self.saves.close()
+        check_budget(self.partial_steps, self.cfg.optim)
 
     def load(self, folder: str | Path) -> None:
         """Collective. Restores one checkpoint, or raises and changes nothing; see :func:`restoring.load`."""

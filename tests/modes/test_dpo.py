@@ -157,7 +157,7 @@ def test_other_starting_weights_are_no_continuation(start, whole, tmp_path):
     with pytest.raises(CheckpointError, match=r"log-probs of other weights(.|\n)*model.path \(and model.adapter\)"):
         run(cfg, part)
     shutil.rmtree(part / "reference")
-    with pytest.raises(CheckpointError, match=r"other data: it had reference\.model="):
+    with pytest.raises(RunFailed, match=r"other data: it had reference\.model="):
         run(cfg, part)
 
 

@@ -152,9 +152,22 @@ def test_other_data_is_no_continuation(saved_at_every_step, tmp_path):
     shutil.copytree(saved_at_every_step[0], folder)
     cfg = every_step(8)
     cfg.resume, cfg.sft.batch_size = str(folder), 8
-    with pytest.raises(CheckpointError, match=r"other data: it had sft\.batch_size=16, now 8"):
+    with pytest.raises(RunFailed, match=r"other data: it had sft\.batch_size=16, now 8"):
         run(cfg, folder)
     assert "sft.batch_size=16" in read_summary(folder / "summary.json").reason
+
+
+def test_a_truncated_shard_ends_a_resume_with_one_error_that_names_it(saved_at_every_step, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(saved_at_every_step[0], folder)
+    shard = max(folder.glob("checkpoints/step_*/state/rank_00000.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    cfg = every_step(8)
+    cfg.resume = str(folder)
+    with pytest.raises(RunFailed, match=r"rank_00000\.safetensors is truncated") as failed:
+        run(cfg, folder)
+    assert failed.value.__suppress_context__ and failed.value.__cause__ is None  # Python would print each of a chain
+    assert read_summary(folder / "summary.json").reason == str(failed.value)
 
 
 def test_the_best_checkpoint_by_the_held_out_loss_stays(tmp_path, monkeypatch):

@@ -14,7 +14,6 @@ from asyncrl.data.mixture import Mixture
 from asyncrl.data.opening import open_data
 from asyncrl.report.metrics import read_metrics
 from asyncrl.report.summary import read_summary
-from asyncrl.training.errors import CheckpointError
 from tests.data.files import talk, write_lines
 from tests.modes.test_sft import ONE, digests, folders, run, settings
 
@@ -118,7 +117,7 @@ def test_a_file_that_has_changed_is_no_continuation(whole, tmp_path):
         file.write(json.dumps({"messages": talk()}) + "\n")
     cfg = two_sources(tmp_path)
     cfg.trainer.steps, cfg.resume = 9, str(part)
-    with pytest.raises(CheckpointError, match=r"it had sft\.data\[0\]\.content='sha256 \w+', now 'sha256"):
+    with pytest.raises(RunFailed, match=r"it had sft\.data\[0\]\.content='sha256 \w+', now 'sha256"):
         run(cfg, part)
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.config.errors import RunFailed
 from asyncrl.config.load import REPOSITORY
 from asyncrl.config.schema import DataConfig, LoraConfig
 from asyncrl.report.metrics import read_lines
-from asyncrl.training.errors import CheckpointError, ModelError
+from asyncrl.training.errors import ModelError
 from asyncrl.training.merge import main, merge
 from asyncrl.training.mesh import open_mesh
 from asyncrl.training.model import load_policy
@@ -107,7 +108,7 @@ def test_a_resumed_run_ends_at_the_same_adapter(trained, tmp_path):
 
     cfg = on_file(folder, rank=8, dora=dora)
     cfg.resume, cfg.trainer.steps = str(part), 4
-    with pytest.raises(CheckpointError, match="rank"):
+    with pytest.raises(RunFailed, match="rank"):
         run(cfg, part)
 
 

@@ -107,6 +107,24 @@ def test_a_run_may_switch_at_every_checkpoint(path, tmp_path, rule):
         assert not different(everything(t), everything(uninterrupted))
 
 
+def test_the_averages_of_delayed_clipping_outlive_a_leg_without_it(path, tmp_path):
+    """The plain optimizer does not use them; a run that clips by them again goes on from where they were."""
+    kinds, states = [], []
+    for leg, clip in enumerate(("delayed", "global", "delayed")):
+        t = trainer(path, clip=clip)
+        t.load_latest(tmp_path)
+        if clip == "delayed":
+            states.append(t.optimizer.clip.state())
+        run(t, 2 * leg, 2 * leg + 2)
+        t.save(tmp_path)
+        if leg == 0:
+            states.append(t.optimizer.clip.state())
+        kinds.append(type(t.optimizer))
+    assert kinds == [UnitOptimizer, torch.optim.AdamW, UnitOptimizer]
+    fresh, after, again = states
+    assert fresh["norm"] is None and after["norm"] > 0 and again == after
+
+
 def test_a_resumed_run_rounds_bf16_weights_alike(path, tmp_path):
     whole = trainer(path, "bfloat16", in_backward=True)
     run(whole, 0, 4)
@@ -163,7 +181,7 @@ def test_updates_of_one_millionth_survive_in_bf16_weights(path):
     assert abs(float((moved * sign)[live].mean()) - 2e-4) < 5 * deviation < 1e-4
 
 
-def test_every_parameter_sees_the_rate_of_every_step_also_after_a_resume(path, tmp_path, monkeypatch):
+def test_row_4_every_parameter_sees_the_rate_of_every_step_also_after_a_resume(path, tmp_path, monkeypatch):
     """torchtune: single-device in-backward ignores the schedule; distributed takes the first step at the full rate."""
     seen: list[tuple[int, float]] = []
     fused = torch._fused_adamw_
@@ -329,6 +347,16 @@ def test_too_many_partial_steps_end_the_run_also_after_a_resume(path, tmp_path):
     other.load(folder)
     with pytest.raises(PartialSteps):
         other.step(batches(2))
+
+
+def test_too_many_partial_steps_fail_a_run_that_ends_with_them(path, tmp_path):
+    t = trainer(path, in_backward=True, max_partial_steps=0)
+    t.step(batches(0))
+    t.end()
+    layers(t.policy.lm)[0].mlp.down_proj.weight.register_hook(lambda g: g * float("nan"))
+    t.step(batches(1))
+    with pytest.raises(PartialSteps, match="1 steps updated only a part"):
+        t.end()
 
 
 def test_when_no_gradient_is_finite_the_step_is_skipped(path):

@@ -6,6 +6,7 @@ Processes are slow to start, so one launch for each number of ranks answers all 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from pathlib import Path
 
@@ -14,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from asyncrl.training.mesh import Mesh
+from asyncrl.config.schema import ParallelConfig
+from asyncrl.training.mesh import Mesh, open_mesh
 from asyncrl.training.model import layers
 from asyncrl.training.rules import local_shard
-from tests.training.in_backward_cases import batches, different, everything, frozen, lora, run, trainer
+from tests.training.in_backward_cases import batches, different, everything, frozen, lora, run, trainer, whole
 from tests.training.ranks import run_ranks
 from tests.training.tiny import tiny_folder
 
@@ -48,28 +49,14 @@ def mesh_of(kind: str, rank: int, world: int) -> Mesh:
     if kind == "hsdp":
         devices = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     elif kind == "tp":
-        devices = tensor_mesh()["shard"]
+        return open_mesh(rank, world, parallel=ParallelConfig(tp=2))
     else:
         devices = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     return Mesh(rank, world, torch.device("cpu"), dist.group.WORLD, devices)
 
 
-def tensor_mesh():
-    return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("shard", "tensor"))
-
-
-def tensor_parallel(policy):
-    """The MLPs over two ranks."""
-    tensor = tensor_mesh()["tensor"]
-    plan = {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
-    for layer in layers(policy.lm):
-        parallelize_module(layer, tensor, plan)
-
-
 def build(path, rank, world, name, options):
     kind = name.split()[0]
-    if kind == "tp":
-        options = {**options, "change": tensor_parallel}
     return lambda **more: trainer(path, mesh=mesh_of(kind, rank, world), **options, **more)
 
 
@@ -99,6 +86,25 @@ def against_torch(path, rank, world):
         reports = run(inside, 0, 3, *place), run(plain, 0, 3, *place)
         norms = [[r["grad_norm"] for r in rs] for rs in reports]
         out[name] = type(plain.optimizer).__name__, different(everything(inside), everything(plain)), *norms
+    return out
+
+
+def changes(path, rank, world):
+    """(kind, dtype, accumulation, micro-batches) -> minus the change of all weights: with a rate of 1, the gradient."""
+    out, rule = {}, {"name": "sgd", "momentum": 0.0, "lr": 1.0, "weight_decay": 0.0, "warmup_steps": 0}
+    for kind in ("one",) if world == 1 else ("fsdp", "replicated", "hsdp", "tp"):
+        cut = batches(0, *data_rank(kind, rank, world))
+        for dtype, accumulation in itertools.product(("float32", "float64"), ("armed", "momentum")):
+            for mine in (cut, [[s for micro in cut for s in micro]]):
+                options = {**rule, "in_backward": True, "accumulation": accumulation, "schedule": "constant", **FREE}
+                sections = REPLICATED if kind == "replicated" else None
+                mesh = open_mesh(0, 1) if kind == "one" else mesh_of(kind, rank, world)
+                t = trainer(path, dtype, mesh=mesh, sections=sections, **options)
+                before = [whole(p) for _, p in t.named_parameters_hf()]
+                t.step(mine)
+                after = [whole(p) for _, p in t.named_parameters_hf()]
+                moved = np.concatenate([(a - b).ravel() for a, b in zip(before, after, strict=True)])
+                out[kind, dtype, accumulation, len(mine)] = moved
     return out
 
 
@@ -196,6 +202,7 @@ def different_weights(t, before):
 def job(rank, world, path, root):
     out = {"equality": equality(path, rank, world), "torch": against_torch(path, rank, world)}
     if world == 2:
+        out["changes"] = changes(path, rank, world)
         out["folding"] = folding(path, rank, world)
         out["memory"] = memory(path, rank, world)
         out["failures"] = failures(path, rank, world)
@@ -259,6 +266,19 @@ def test_without_clipping_every_mesh_of_four_ranks_equals_torch_adamw_bit_for_bi
     check_torch(four)
 
 
+def test_the_gradient_that_moves_the_weights_does_not_depend_on_the_split(two, path):
+    """Rows 2 and 3 in the backward pass: against the whole batch in one backward of the ordinary loop."""
+    seen = [rank["changes"] for rank in two] + [changes(path, 0, 1)]
+    for dtype, limit in (("float32", 1e-6), ("float64", 1e-12)):
+        t, found = trainer(path, dtype), []
+        samples = [s for micro in batches(0) for s in micro]
+        t.step([samples], lambda: found.extend(whole(p.grad).ravel() for _, p in t.named_parameters_hf()))  # noqa: B023
+        want = np.concatenate(found)
+        for case, moved in ((c, m) for rank in seen for c, m in rank.items() if c[1] == dtype):
+            assert np.linalg.norm(moved - want) < limit * np.linalg.norm(want), case
+    assert {len(rank) for rank in seen} == {4 * 8, 8}
+
+
 def first_norms(seen, case):
     return [rank["equality"][case][2][0]["grad_norm"] for rank in seen]
 
@@ -270,8 +290,7 @@ def test_the_norm_does_not_depend_on_the_mesh(two, path):
     want = one.step([samples]).grad_norm
     for case in ("fsdp tied", "replicated", "hsdp"):
         assert first_norms(two, case) == [pytest.approx(want, rel=1e-5)] * 2, case
-    # Their tokens are counted twice here, so that loss and gradient are half of those of one rank.
-    assert first_norms(two, "tp") == [pytest.approx(alone.step(batches(0)).grad_norm / 2, rel=1e-5)] * 2
+    assert first_norms(two, "tp") == [pytest.approx(alone.step(batches(0)).grad_norm, rel=1e-5)] * 2
 
 
 def test_folded_momentum_is_exact_under_fsdp(two):
@@ -281,8 +300,8 @@ def test_folded_momentum_is_exact_under_fsdp(two):
 
 def test_sharded_gradients_of_one_unit_live_at_a_time(two):
     """The flat buffer of a unit goes with the last of its gradients."""
-    for peak, whole, largest, alive, left in (rank["memory"] for rank in two):
-        assert peak == largest < whole and alive <= 1 and left == 0
+    for peak, total, largest, alive, left in (rank["memory"] for rank in two):
+        assert peak == largest < total and alive <= 1 and left == 0
 
 
 def test_failures_are_the_same_on_all_ranks(two):

@@ -121,9 +121,12 @@ def behaviour_job(rank, world, path, root):
     half = build_trainer(cfg, rank, world)
     before = all_weights(half)
     seen = []
-    half.step([samples[rank::world]], lambda: seen.append({p.grad.dtype for p in half.parameters}))
+    half.step([samples[rank::world]], lambda: seen.append(np.concatenate([whole(p.grad) for p in half.parameters])))
     moved = np.abs(all_weights(half) - before)
-    out["bf16"] = (float(np.median(moved)), {str(local(p).dtype) for p in half.parameters}, str(seen))
+    # The sum of two ranks' bf16 gradients has more digits than bf16 holds, unless it was made in bf16.
+    grad = torch.from_numpy(seen[0][seen[0] != 0])
+    share = float((grad.bfloat16().double() != grad).double().mean())
+    out["bf16"] = (float(np.median(moved)), {str(local(p).dtype) for p in half.parameters}, share)
     return out
 
 
@@ -176,7 +179,7 @@ def relative(a, b):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
-def test_gradients_and_reports_do_not_depend_on_the_ranks(ranks):
+def test_rows_2_and_3_gradients_and_reports_do_not_depend_on_the_ranks(ranks):
     """Contract Loss: FSDP2 and whole, tied and untied, ragged, with an empty micro-batch.
 
     torchtune #1875, #1917, #2172, #2687, #2733, #2980; prime-rl #2562; ms-swift #10116.
@@ -203,8 +206,8 @@ def test_failures_and_precision_on_two_ranks(ranks):
         assert seen["skipped"] == "loss_not_finite" and seen["unchanged"]
         assert seen["empty"] == (None, sum(len(s.token_ids) for s in make_samples()))
         assert seen["left"]
-        median, dtypes, grads = seen["bf16"]
-        assert 0.5e-6 < median < 2e-6 and dtypes == {"torch.float32"} and "bfloat16" not in grads
+        median, dtypes, finer_than_bf16 = seen["bf16"]
+        assert 0.5e-6 < median < 2e-6 and dtypes == {"torch.float32"} and finer_than_bf16 > 0.3
     assert first["shard_rows"] == [31] and last["shard_rows"] == [30]  # uneven: 61 rows on two ranks
     assert "rank 1 failed" in first["full"] and "No space left" in last["full"]
 
