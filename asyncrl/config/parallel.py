@@ -16,7 +16,14 @@ from asyncrl.config.errors import Problem
 from asyncrl.config.lora import held_dtype
 from asyncrl.config.schema import Config, ParallelConfig
 
-STYLES = {"colwise", "rowwise", "colwise_gather_output", "replicated_with_grad_allreduce", "embedding_rowwise"}
+STYLES = {
+    "colwise",
+    "rowwise",
+    "rowwise_split_input",
+    "colwise_gather_output",
+    "replicated_with_grad_allreduce",
+    "embedding_rowwise",
+}
 UNSUPPORTED = {
     "packed": "projections packed into one weight",
     "moe": "a mixture of experts",

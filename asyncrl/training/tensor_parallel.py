@@ -5,6 +5,7 @@ The plan is transformers' own (``base_model_tp_plan`` of the config, ``_tp_plan`
 ==================================  ==================================================================================
 ``colwise``                         rows of the weight and of the bias; input whole, output this rank's features
 ``rowwise``                         columns of the weight; input this rank's features, outputs summed over ranks
+``rowwise_split_input``             as rowwise, of a whole input, of which each rank takes its features
 ``colwise_gather_output``           as colwise, outputs joined again; of the head only the weight is split
 ``replicated_with_grad_allreduce``  whole on every rank, each seeing its own heads: gradients are summed over ranks
 ==================================  ==================================================================================
@@ -59,8 +60,9 @@ def split(lm: PreTrainedModel, mesh: DeviceMesh, linear: Linear = F.linear) -> N
             _replicate(module, mesh, SumGradient(mesh))
         elif type(module) is not nn.Linear:
             raise ModelError(f"{name} is to be split as {style} and is a {type(module).__name__}, not a linear layer")
-        elif style == "rowwise":
-            _rowwise(module, mesh, linear, entries.setdefault(name.rpartition(".")[0], Entry(mesh)))
+        elif style in ("rowwise", "rowwise_split_input"):
+            entry = entries.setdefault(name.rpartition(".")[0], Entry(mesh))
+            _rowwise(module, mesh, linear, entry, cut=style == "rowwise_split_input")
         else:
             entry = entries.setdefault(name.rpartition(".")[0], Entry(mesh))
             _colwise(module, mesh, linear, entry, gather=style == "colwise_gather_output")
@@ -136,12 +138,15 @@ def _colwise(module: nn.Linear, mesh: DeviceMesh, linear: Linear, entry: Entry, 
     module.forward = forward  # type: ignore
 
 
-def _rowwise(module: nn.Linear, mesh: DeviceMesh, linear: Linear, entry: Entry) -> None:
+def _rowwise(module: nn.Linear, mesh: DeviceMesh, linear: Linear, entry: Entry, cut: bool) -> None:
+    if cut and module.in_features % mesh.size():
+        raise ModelError(f"parallel.tp={mesh.size()} does not divide the {module.in_features} inputs of a layer")
     _place(module, "weight", mesh, Shard(1))
     _place(module, "bias", mesh, Replicate())
 
     def forward(x: Tensor) -> Tensor:
         entry.leave()
+        x = CutFeatures.apply(x, mesh) if cut else x
         out = SumForward.apply(linear(x, local(module.weight), None), mesh)
         return out if module.bias is None else out + local(module.bias)
 
@@ -263,6 +268,19 @@ class SumForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return grad, None
+
+
+class CutFeatures(torch.autograd.Function):
+    """This rank's piece of the last dimension of what all ranks have; the pieces of the gradient are joined again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh, size = mesh, x.shape[-1] // mesh.size()
+        return x.narrow(-1, mesh.get_local_rank() * size, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return torch.cat(_join(grad.contiguous(), ctx.mesh).chunk(ctx.mesh.size()), dim=-1), None
 
 
 class GatherFeatures(torch.autograd.Function):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from asyncrl.config.context import Place
-from asyncrl.config.parallel import MeshSizes, check_parallel, mesh_sizes, tp_plan
+from asyncrl.config.parallel import MeshSizes, check_parallel, check_styles, mesh_sizes, tp_plan
 from asyncrl.config.schema import Config, ParallelConfig
 
 QWEN3 = {"model_type": "qwen3", "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072}
@@ -71,13 +71,17 @@ def test_a_mesh_that_cannot_be_is_refused_with_its_key(tmp_path, parallel, key, 
     [
         ("qwen3_moe", {"a mixture of experts", "projections packed"}),
         ("deepseek_v3", {"a mixture of experts", "projections packed"}),
-        ("phi3", {"not known here"}),
     ],
 )
 def test_styles_that_are_not_supported_are_refused_by_name(tmp_path, kind, meanings):
     found = problems(tmp_path, {"model_type": kind}, tp=2)
     assert all(problem.key == "parallel.tp" and problem.remedy == "parallel.tp=1" for problem in found)
     assert all(any(meaning in problem.message for problem in found) for meaning in meanings)
+
+
+def test_a_style_of_a_later_transformers_is_refused():
+    (problem,) = check_styles("new", {"layers.*.q": "colwise", "layers.*.k": "diagonal"})
+    assert "new is split by 'diagonal': a style not known here" in problem.message
 
 
 @pytest.mark.parametrize("parallel", [{}, {"tp": 8}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"dp_shard": 8}])
@@ -92,7 +96,9 @@ def test_a_new_model_is_checked_too():
     assert [problem.message for problem in found] == ["4 does not divide model.new.kv_heads=2"]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3"]
+)
 def test_plans_are_read_as_transformers_has_them(kind):
     from transformers import AutoConfig
 

@@ -19,6 +19,10 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -26,7 +30,7 @@ from transformers import (
 )
 
 from asyncrl.rollouts.types import TrainSample
-from asyncrl.training import tensor_parallel
+from asyncrl.training import levers, tensor_parallel
 from asyncrl.training.errors import BatchError
 from asyncrl.training.opening import build_trainer
 from asyncrl.training.step import Trainer
@@ -59,6 +63,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
     "qwen3 untied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, tie_word_embeddings=False, sliding_window=4)),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES, tie_word_embeddings=False)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES, tie_word_embeddings=False)),
     "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SIZES)),
     "gemma3": lambda: Gemma3ForCausalLM(
         Gemma3TextConfig(**SIZES, sliding_window=4, layer_types=["sliding_attention", "full_attention"])
@@ -164,6 +170,19 @@ def sums_of_a_layer(rank: int, world: int, root: str) -> float:
     return (len(calls) - 1) / SIZES["num_hidden_layers"]  # the embedding takes one
 
 
+def offloaded(rank: int, world: int, root: str) -> tuple[int, bool]:
+    """Activations of split layers in host memory: how many went there, and whether the gradient is the same."""
+    moved, back, seen = [], levers.Waiting.back, []
+    levers.Waiting.back = lambda self, device: moved.append(1) or back(self, device)
+    least, levers.SMALLEST_BYTES = levers.SMALLEST_BYTES, 1
+    for on in (False, True):
+        cfg = tiny_run(f"{root}/qwen3", "float32", parallel={"tp": world}, trainer={"activation_offload": on})
+        trainer = build_trainer(cfg, rank, world)
+        trainer.step([make_samples()], lambda: seen.append(gradient(trainer)))  # noqa: B023
+    levers.Waiting.back, levers.SMALLEST_BYTES = back, least
+    return len(moved), bool((seen[0] == seen[1]).all())
+
+
 def unequal_peers(rank: int, world: int, root: str) -> str:
     """Tensor-parallel peers that got different batches."""
     trainer = build_trainer(tiny_run(f"{root}/qwen3", "float32", parallel={"tp": world}), rank, world)
@@ -191,6 +210,7 @@ def job(rank: int, world: int, root: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     out = {"gradients": gradients(rank, world, root), "pushed": pushed(rank, world, root)}
     if world == 2:
+        out["offloaded"] = offloaded(rank, world, root)
         out["unequal"] = unequal_peers(rank, world, root)
         out["sums"] = sums_of_a_layer(rank, world, root)
     if world == 4:

@@ -32,13 +32,20 @@ def test_gradients_do_not_depend_on_the_mesh(ranks):
                 assert relative(weights, want_weights) < (1e-12 if exact else 1e-5), case
                 assert np.allclose(reports, want_reports, rtol=1e-12 if exact else 1e-5), case
                 cases += 1
-    assert cases == 2 * (6 + 6) + 4 * 10
+    assert cases == 2 * (6 + 8) + 4 * 10
 
 
 def test_the_push_of_every_mesh_is_the_whole_model(ranks):
     """No replica is counted twice, no rank's part is left out, rows cut twice are put in order."""
     for world in (1, 2, 4):
         assert ranks[world][0]["pushed"] == dict.fromkeys(mesh_jobs.MESHES[world], True)
+
+
+def test_activations_of_split_layers_wait_in_host_memory_and_change_nothing(ranks):
+    """torchtune: offload with tensor parallelism was broken."""
+    for seen in ranks[2]:
+        moved, same = seen["offloaded"]
+        assert moved >= 8 and same
 
 
 def test_tensor_parallel_peers_must_get_the_same_batch(ranks):
