@@ -26,7 +26,6 @@ from asyncrl.config.parallel import check_parallel
 from asyncrl.config.schema import Config
 
 PLUGIN_GROUP = "vllm.general_plugins"
-SEPARABLE = ("token_mean", "sequence_mean")  # aggregations whose loss is a weighted sum over tokens
 BIASED = "biases the ratio of trainer to engine log-probabilities, and replay of its support is not available"
 
 
@@ -116,17 +115,6 @@ def check_precision(config: Config) -> Iterator[Problem]:
             "trainer.master_dtype",
             f"bfloat16 weights would be computed with in {config.model.compute_dtype}, which gains nothing",
             "model.compute_dtype=bfloat16, or trainer.master_dtype=float32",
-        )
-
-
-def check_loss_head(config: Config) -> Iterator[Problem]:
-    """The policy-loss head is for losses that are sums over tokens with weights known before forward."""
-    algorithm = config.algorithm
-    if algorithm.loss_head == "policy" and algorithm.aggregation not in SEPARABLE:
-        yield Problem(
-            "algorithm.loss_head",
-            f"algorithm.aggregation={algorithm.aggregation} mixes tokens, and policy needs a loss of single tokens",
-            "algorithm.loss_head=logprob",
         )
 
 
@@ -350,7 +338,6 @@ CHECKS: list[Callable[[Config], Iterator[Problem]]] = [
     check_sampling,
     check_lengths,
     check_precision,
-    check_loss_head,
     check_transport,
     check_env,
     check_model,

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 from asyncrl.config.errors import Problem
+from asyncrl.config.lora import linear_shapes
 from asyncrl.config.machine import compute_capability
 from asyncrl.config.schema import Config
 
 FLOAT8_CAPABILITY = (8, 9)
+FLOAT8_MULTIPLE = 16
+# Tensor parallelism splits the columns of these layers and the rows of all others.
+ROWWISE = ("o_proj", "down_proj", "dense", "fc2")
 COMPILERS = ("g++", "c++", "clang++")
 
 
@@ -65,6 +70,26 @@ def _float8(config: Config, gpus: int) -> Iterator[Problem]:
         yield Problem(
             "trainer.master_dtype", "float8 products keep their weights in float32", "trainer.master_dtype=float32"
         )
+    odd = _odd_size(config)
+    if odd:
+        yield Problem(
+            "model.compute_dtype",
+            f"float8 products need sizes that are multiples of {FLOAT8_MULTIPLE}, and {odd}",
+            "model.compute_dtype=bfloat16" + (", or a smaller parallel.tp" if config.parallel.tp > 1 else ""),
+        )
+
+
+def _odd_size(config: Config) -> str:
+    """The first layer of the model's folder whose part on a rank has no size for fp8 products, in words; or ""."""
+    if not config.model.path:
+        return ""
+    folder, tp = Path(config.model.path), config.parallel.tp
+    for name, (rows, columns) in linear_shapes(folder).items():
+        ending = name.rpartition(".")[2]
+        here = (rows, -(-columns // tp)) if ending in ROWWISE else (-(-rows // tp), columns)
+        if here[0] % FLOAT8_MULTIPLE or here[1] % FLOAT8_MULTIPLE:
+            return f"{name} is {here[0]} x {here[1]}" + (" on a rank" if tp > 1 else "")
+    return ""
 
 
 def _compiled(config: Config) -> Iterator[Problem]:
@@ -102,6 +127,18 @@ def _offloaded(config: Config) -> Iterator[Problem]:
             "trainer.cpu_offload",
             "FSDP2's offload has not been tried on layers that are split over ranks",
             "parallel.tp=1, or trainer.cpu_offload=false",
+        )
+    if config.optim.in_backward:
+        yield Problem(
+            "trainer.cpu_offload",
+            "optim.in_backward has not been tried on gradients that go to host memory while the backward pass goes on",
+            "optim.in_backward=false, or trainer.cpu_offload=false",
+        )
+    if config.optim.name == "muon":
+        yield Problem(
+            "trainer.cpu_offload",
+            "optim.name=muon gathers whole matrices between GPUs, and they would be in host memory",
+            "optim.name=adamw or sgd, or trainer.cpu_offload=false",
         )
     if config.mode == "grpo" and config.weights.backend != "zmq":
         yield Problem(

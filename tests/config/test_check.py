@@ -255,14 +255,3 @@ def test_a_run_to_resume_needs_its_config(make, tmp_path):
     (tmp_path / "run" / "config.json").write_text("{}")
     assert keys(config) == []
     assert keys(make(resume=str(tmp_path / "run"), **{"run.dir": "x"})) == ["run.dir"]
-
-
-def test_the_policy_loss_head_needs_a_loss_of_single_tokens(make):
-    config = make()
-    check(config, Place(), 0)
-    config.algorithm.aggregation = "sequence_ratio"  # no such choice yet; one that would not qualify
-    with pytest.raises(ConfigError, match=r"algorithm\.loss_head: .*sequence_ratio mixes tokens") as error:
-        check(config, Place(), 0)
-    assert "algorithm.loss_head=logprob" in str(error.value)
-    config.algorithm.loss_head = "logprob"
-    check(config, Place(), 0)
