@@ -18,6 +18,7 @@ from tests.kernels.test_policy_loss import CLIPPED, known
 # Vocabulary sizes whose shards on 4 ranks are even, ragged, one short, and empty on the last rank.
 VOCABULARIES = (24, 23, 21, 5)
 INTERPRETED = (23, 5)  # of which Triton's interpreter, which is slow, takes these
+LARGE = (torch.float64, torch.float32, torch.bfloat16)
 ALL = {"per_token": True, "bias": True, "softcap": 3.0}
 
 
@@ -109,10 +110,13 @@ def memory_job(group: dist.ProcessGroup, mesh: Any) -> dict[str, Any]:
     return {"four": four.elements, "three": three.elements}
 
 
-def large_job(group: dist.ProcessGroup, mesh: Any) -> list[Any]:
+def large_problem(dtype: torch.dtype) -> Problem:
     """Qwen2.5's 151,643 tokens before padding, which no power of two divides."""
-    p = problem(3, 151_643, 4, scale=0.5)
-    local = mine(p, group)
+    return problem(8, 151_643, 16, dtype, scale=0.3)
+
+
+def large_job(group: dist.ProcessGroup, mesh: Any, dtype: torch.dtype) -> list[Any]:
+    local = mine(large_problem(dtype), group)
     outputs = selected_logprob(*local[:3], 1.0, mesh, vocab_size=151_643)
     d_hidden, d_weight = torch.autograd.grad(weighted(outputs), local.inputs())
     return [*numpy(outputs), *numpy([d_hidden]), *gathered([d_weight], group)]
@@ -163,7 +167,8 @@ def job(rank: int, world: int) -> dict[str, Any]:
             out["dtensor", ranks, v] = dtensor_job(problem(v=v, **ALL), mesh)
         out["memory", ranks] = memory_job(group, mesh)
         out["empty", ranks] = empty_job(problem(bias=True), group, mesh)
-    out["large"] = large_job(wide.get_group(), wide)
+    for dtype in LARGE:
+        out["large", str(dtype)] = large_job(wide.get_group(), wide, dtype)
     # One pair has tokens and the other none: data parallel ranks do not wait for each other here.
     if rank < 2:
         logprob_job(problem(), pairs.get_group(), pairs, "torch")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kernels.vocab_parallel import shard_bounds
-from tests.kernels.dense import dense, problem, results
-from tests.kernels.parallel_job import ALL, INTERPRETED, VOCABULARIES, job
+from tests.kernels.dense import dense, logits, problem, results
+from tests.kernels.parallel_job import ALL, INTERPRETED, VOCABULARIES, job, large_problem
 from tests.kernels.test_policy_loss import reference
 from tests.training.ranks import run_ranks
 
@@ -34,7 +34,7 @@ def agree(got, want, limit, scalar_first=False):
 
 @pytest.mark.parametrize(("v", "backend"), CASES)
 @pytest.mark.parametrize("size", [2, 4])
-def test_logp_entropy_lse_and_gradients_equal_dense(ranks, v, size, backend):
+def test_row_19_logp_entropy_lse_and_gradients_equal_dense(ranks, v, size, backend):
     """#19 of the notes: pytorch #190746, ms-swift #9947, torchtitan #3822, #4683."""
     exact = problem(v=v, dtype=torch.float64 if backend == "torch" else torch.float32, **ALL).double()
     want = results(exact, dense(exact))
@@ -74,15 +74,30 @@ def test_outputs_are_bit_equal_on_all_ranks(ranks):
                 np.testing.assert_array_equal(a, b)
 
 
-def test_a_vocabulary_of_151643_on_four_ranks(ranks):
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_a_vocabulary_of_151643_on_four_ranks(ranks, dtype, limit):
     assert [shard_bounds(151_643, 4, rank) for rank in (0, 3)] == [(0, 37_911), (113_733, 151_643)]
-    exact = problem(3, 151_643, 4, scale=0.5)
+    exact = large_problem(dtype).double()
     want = results(exact, dense(exact))
     for seen in ranks:
-        agree(seen["large"], want, 1e-12)
+        agree(seen["large", str(dtype)], want, limit)
 
 
-def test_no_rank_holds_the_logits_of_the_whole_vocabulary(ranks):
+def test_bf16_on_four_ranks_errs_at_most_like_a_dense_bf16_computation(ranks):
+    """Over 151,643 tokens; dense is bf16 logits and an fp32 softmax on one rank, as trainers without a head do it."""
+    p = large_problem(torch.bfloat16)
+    exact, rounded = p.double(), logits(p).float()
+    logp = rounded.log_softmax(-1)
+    outputs = logp.gather(1, p.target[:, None])[:, 0], -(logp.exp() * logp).sum(-1), rounded.logsumexp(-1)
+    every = zip(results(exact, dense(exact)), results(p, outputs), strict=True)
+    for i, (truth, theirs) in enumerate(every):
+        truth = truth.detach().numpy()
+        usual = np.linalg.norm(theirs.detach().double().numpy() - truth)
+        for seen in ranks:
+            assert np.linalg.norm(seen["large", str(torch.bfloat16)][i] - truth) <= 1.25 * usual, i
+
+
+def test_row_18_no_rank_holds_the_logits_of_the_whole_vocabulary(ranks):
     """#18 of the notes, torchtune #2693: a full chunk of logits on every TP rank."""
     for seen in ranks:
         for size in (2, 4):
@@ -91,7 +106,7 @@ def test_no_rank_holds_the_logits_of_the_whole_vocabulary(ranks):
             assert found["three"] <= 64 * 600 // size
 
 
-def test_ranks_whose_tokens_are_all_masked_take_part(ranks):
+def test_row_22_ranks_whose_tokens_are_all_masked_take_part(ranks):
     """#22 of the notes: the loss has no gradient, FSDP hangs."""
     assert all(seen["empty", size] for seen in ranks for size in (2, 4))
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import errno
+import json
+import random
 import threading
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 
-from asyncrl.training import checkpoint
+from asyncrl.training import checkpoint, export
 from asyncrl.training.errors import CheckpointError
 from asyncrl.training.keeping import Keep
 from asyncrl.training.opening import build_trainer
 from asyncrl.training.packing import pack
 from tests.training.ranks import run_ranks
-from tests.training.test_ranks import all_weights, share_of
+from tests.training.test_ranks import all_weights, share_of, whole
 from tests.training.tiny import make_samples, tiny_folder, tiny_run
 
 COLLECTIVE_S = 0.5
@@ -101,6 +106,50 @@ def full_job(rank, world, path, root):
     return told, [p.name for p in root.iterdir()] == [good.name]
 
 
+def draws():
+    """The next number of each generator."""
+    return random.random(), float(np.random.rand()), torch.rand(()).item()
+
+
+def generators_job(rank, world, path, root):
+    """What this rank draws after a save, and after it is restored in the middle of other draws."""
+    trainer = build_trainer(tiny_run(path, "float32"), rank, world)
+    random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
+    folder = trainer.save(root)
+    want = draws()
+    draws()
+    build_trainer(tiny_run(path, "float32"), rank, world).load(folder)
+    return want, draws()
+
+
+def damage_job(rank, world, path, root):
+    """One bit of the last rank's file flips: what a load says, and whether the trainer is as it was."""
+    trainer = build_trainer(tiny_run(path, "float32"), rank, world)
+    folder = trainer.save(root)
+    if rank == 0:
+        file = folder / f"state/rank_{world - 1:05d}.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    dist.barrier()
+    learn(trainer, rank, world, 0, 1)
+    before = all_weights(trainer)
+    try:
+        trainer.load(folder)
+    except CheckpointError as error:
+        return str(error), trainer.version, bool((all_weights(trainer) == before).all())
+
+
+def files_job(rank, world, path, root):
+    """Exports a model in files of few tensors, shared out among the ranks; its weights by name."""
+    trainer, real = build_trainer(tiny_run(path, "float32"), rank, world), export.plan_files
+    learn(trainer, rank, world, 0, 1)
+    export.plan_files = lambda sizes: real(sizes, 8000)
+    trainer.save(root)
+    export.plan_files = real
+    return {name: whole(p) for name, p in trainer.named_parameters_hf()}
+
+
 def death_job(rank, world, path, root):
     """Rank 1 leaves in the middle of its write: rank 0's thread, which waits for it, says so."""
     trainer = build_trainer(tiny_run(path, "float32"), rank, world)
@@ -127,6 +176,8 @@ def job(rank, world, path, root):
     out = {dtype: resume_job(rank, world, path, root / dtype, dtype) for dtype in ("float32", "float64")}
     out["late"] = late_job(rank, world, path, root / "late")
     out["full"] = full_job(rank, world, path, root / "full")
+    for name, run in (("generators", generators_job), ("damage", damage_job), ("files", files_job)):
+        out[name] = run(rank, world, path, root / name)
     out["death"] = death_job(rank, world, path, root / "death")
     return out
 
@@ -167,6 +218,30 @@ def test_a_full_disk_of_one_rank_is_every_ranks_reason(two):
     assert left and still and len(mine) == len(its) == 2
     assert "rank 1 failed: [Errno 28] No space left" in mine[0] and mine[0] == mine[1]
     assert "could not write checkpoint" in its[0] and "No space left" in its[0]
+
+
+def test_each_rank_goes_on_with_its_own_generators(two):
+    (first, restored), (second, its) = (seen["generators"] for seen in two[2])
+    assert restored == first and its == second and not set(first) & set(second)
+
+
+def test_damage_of_one_ranks_file_stops_every_rank_before_anything_is_loaded(two):
+    for text, version, unchanged in (seen["damage"] for seen in two[2]):
+        assert "rank_00001.safetensors differs from its checksum" in text
+        assert version == 1 and unchanged
+
+
+def test_an_export_in_several_files_written_by_two_ranks_is_the_whole_model(two):
+    _, root, seen = two
+    (folder,) = root.glob("files/step_*/hf")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    files = sorted(p.name for p in folder.glob("*.safetensors"))
+    assert len(files) > 3 and set(index.values()) == set(files)
+    for name, want in seen[0]["files"].items():
+        with safe_open(folder / index[name], framework="pt") as file:
+            assert (file.get_tensor(name).double().numpy().ravel() == want).all(), name
+    lm = AutoModelForCausalLM.from_pretrained(folder)
+    assert dict(lm.named_parameters()).keys() == seen[0]["files"].keys()
 
 
 def test_a_rank_that_dies_fails_the_save_of_the_others(two):
