@@ -115,10 +115,8 @@ class Offloaded:
     them itself.
     """
 
-    def __init__(
-        self, layer: nn.Module, forward: Forward, device: torch.device, smallest: int = SMALLEST_BYTES
-    ) -> None:
-        self._layer, self._forward, self._device, self._smallest = layer, forward, device, smallest
+    def __init__(self, layer: nn.Module, forward: Forward, device: torch.device) -> None:
+        self._layer, self._forward, self._device = layer, forward, device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         weights = {local_of("", p).tensor.untyped_storage().data_ptr() for p in self._layer.parameters()}
