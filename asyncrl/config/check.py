@@ -175,7 +175,12 @@ def check_model(config: Config) -> Iterator[Problem]:
         if config.mode != "sft":
             yield Problem("model.path", f"is empty, and mode={config.mode} makes no model", "give a model's folder")
         return
-    yield from check_model_folder(Path(config.model.path), config.generator.max_model_len)
+    if config.mode == "sft":
+        yield from check_model_folder(Path(config.model.path), "sft.max_length", config.sft.max_length)
+    else:
+        yield from check_model_folder(
+            Path(config.model.path), "generator.max_model_len", config.generator.max_model_len
+        )
 
 
 def check_sft(config: Config) -> Iterator[Problem]:
@@ -190,6 +195,12 @@ def check_sft(config: Config) -> Iterator[Problem]:
             "sft.max_length",
             f"{sft.max_length} tokens fit in no micro-batch of trainer.token_budget={config.trainer.token_budget}",
             f"trainer.token_budget={sft.max_length}, or a smaller sft.max_length with sft.too_long=skip, cut or split",
+        )
+    if not config.model.path and sft.max_length > new.max_positions:
+        yield Problem(
+            "sft.max_length",
+            f"{sft.max_length} is more than the {new.max_positions} positions of the new model",
+            f"sft.max_length={new.max_positions} or less, or a larger model.new.max_positions",
         )
     if not config.model.path and new.heads % new.kv_heads:
         yield Problem(

@@ -34,13 +34,16 @@ def scores_answers(config: Config) -> bool:
 def check_evaluation(config: Config) -> Iterator[Problem]:
     """Generations have prompts and ends; an early stop has something to wait for."""
     wanted = config.eval
-    for key, value in (("eval.generations", wanted.generations), ("eval.patience", wanted.patience)):
+    for name in ("generations", "patience", "temperature"):
+        key, value = f"eval.{name}", getattr(wanted, name)
         if not value:
             continue
         if config.mode != "sft":
             yield Problem(key, f"is for mode=sft; mode={config.mode} evaluates by its engines alone", f"{key}=0")
         elif not has_heldout(config):
             yield Problem(key, "there are no held-out items", f"{key}=0, or sft.heldout (env.heldout_size)")
+    if config.mode == "sft" and wanted.temperature and not wanted.generations:
+        yield Problem("eval.temperature", "nothing is answered (eval.generations=0)", "eval.generations=16")
     if config.mode == "sft" and wanted.patience and not wanted.every:
         yield Problem("eval.patience", "nothing is evaluated before the end (eval.every=0)", "eval.every=10")
     if config.mode == "sft" and wanted.generations and config.model.path:

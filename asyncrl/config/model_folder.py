@@ -24,8 +24,8 @@ REGISTRIES = {
 }
 
 
-def check_model_folder(folder: Path, max_model_len: int) -> Iterator[Problem]:
-    """Every reason for which ``folder`` cannot be trained and served with contexts of ``max_model_len`` tokens."""
+def check_model_folder(folder: Path, key: str, tokens: int) -> Iterator[Problem]:
+    """Every reason for which ``folder`` cannot be trained and served with contexts of ``tokens``, as ``key`` says."""
     if not folder.is_dir():
         remedy = "give a local folder in Hugging Face format"
         if folder.parent.parent == Path.cwd():  # typed as owner/name, which is how the Hub names models
@@ -33,14 +33,14 @@ def check_model_folder(folder: Path, max_model_len: int) -> Iterator[Problem]:
             remedy += f"; to fetch one: hf download {name} --local-dir {folder.name}, then model.path={folder.name}"
         yield Problem(KEY, f"{folder} is not a folder", remedy)
         return
-    yield from _check_settings(folder, max_model_len)
+    yield from _check_settings(folder, key, tokens)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         names = " or ".join(TOKENIZER_FILES)
         yield Problem(KEY, f"{folder} has no tokenizer ({names})", "copy the tokenizer's files beside the weights")
     yield from _check_weights(folder)
 
 
-def _check_settings(folder: Path, max_model_len: int) -> Iterator[Problem]:
+def _check_settings(folder: Path, key: str, tokens: int) -> Iterator[Problem]:
     try:
         settings: dict[str, Any] = json.loads((folder / "config.json").read_text())
         architectures = settings.get("architectures") or []
@@ -57,10 +57,15 @@ def _check_settings(folder: Path, max_model_len: int) -> Iterator[Problem]:
     yield from _check_parts(settings)
     if "quantization_config" in settings:
         yield Problem(KEY, f"{folder} is quantised, which cannot be trained", "give the unquantised model")
-    limit = settings.get("max_position_embeddings")
-    if isinstance(limit, int) and limit < max_model_len:
-        message = f"{max_model_len} is more than the {limit} positions of the model"
-        yield Problem("generator.max_model_len", message, f"generator.max_model_len={limit} or less")
+    limit = positions_of(settings)
+    if limit is not None and limit < tokens:
+        yield Problem(key, f"{tokens} is more than the {limit} positions of the model", f"{key}={limit} or less")
+
+
+def positions_of(settings: dict[str, Any]) -> int | None:
+    """How many tokens a context of the model may have, by its config.json; None if that does not say."""
+    limit = (settings.get("text_config") or settings).get("max_position_embeddings")
+    return limit if isinstance(limit, int) else None
 
 
 def _check_parts(settings: dict[str, Any]) -> Iterator[Problem]:

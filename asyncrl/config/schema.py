@@ -378,9 +378,10 @@ class EvalConfig:
 
     every: Count = 0
     max_tokens: Count = 0  # of an answer; 0: sampling.max_tokens
-    # Mode sft: so many held-out prompts are answered greedily by the model as it is (<run>/generations.jsonl). Answers
+    # Mode sft: so many held-out prompts are answered by the model as it is (<run>/generations.jsonl). Answers
     # to items of env are scored: eval/accuracy. Costs a forward a token, for all prompts together.
     generations: Count = 0
+    temperature: NonNegative = 0.0  # mode sft: of these answers; 0: greedy. The same ones whenever the step is the same
     # Mode sft: the run ends, well, once so many evaluations in a row were no better by checkpoint.best_by than the best
     # before them; 0: never.
     patience: Count = 0

@@ -11,7 +11,8 @@ from asyncrl.data.errors import DataError, SourceError
 from asyncrl.data.example import Example
 from asyncrl.data.forms import Shape, detect, shape_of
 from asyncrl.data.records import Records
-from asyncrl.envs import Env
+from asyncrl.envs import Env, Item
+from asyncrl.envs.types import Unreadable
 
 
 class Corpus(Protocol):
@@ -62,7 +63,7 @@ class EnvCorpus:
                 "choose a task that has one, or write the conversations to a file and name it in sft.data",
                 "answer",
             )
-        score = self._env.score(answer, item.entry)
+        score = self._score(answer, item)
         if score < 1.0:
             raise DataError(
                 item.item_id,
@@ -72,9 +73,23 @@ class EnvCorpus:
             )
         return Example(item.item_id, [*item.messages, {"role": "assistant", "content": answer}])
 
-    def score(self, index: int, answer: str) -> float:
-        """What the task's scorer gives ``answer`` to item ``index``; what it raises passes through."""
-        return self._env.score(answer, self._env.item(index).entry)
+    def _score(self, answer: str, item: Item) -> float:
+        """Raises ``DataError`` with what the scorer raises."""
+        try:
+            return self._env.score(answer, item.entry)
+        except Unreadable:
+            return 0.0
+        except Exception as error:  # the scorer may be the user's
+            raise DataError(
+                item.item_id,
+                f"the task's scorer raised {type(error).__name__} on {answer!r:.60}: {error}",
+                "mend the scorer, or pass over such items with sft.on_error=skip",
+                "scorer",
+            ) from error
+
+    def entry(self, index: int) -> dict[str, Any]:
+        """What the task's scorer needs of item ``index`` beside an answer."""
+        return self._env.item(index).entry
 
 
 def reference_answer(entry: dict[str, Any]) -> Any:

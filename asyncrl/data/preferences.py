@@ -37,7 +37,7 @@ class EnvPairs(EnvCorpus):
     def _wrong(self, index: int, answer: str, place: str) -> str:
         item = self._env.item(index)
         for candidate in (*exchanged(answer, item.item_id), *self._others(index)):
-            if candidate != answer and self._env.score(candidate, item.entry) < 1.0:
+            if candidate != answer and self._score(candidate, item) < 1.0:
                 return candidate
         raise DataError(
             place,

@@ -63,9 +63,9 @@ class SlotPolicy(Policy):
 
     adapters: SlotAdapters
 
-    def next_tokens(self, input_T: Tensor, cache: Cache) -> Tensor:
+    def next_tokens(self, input_T: Tensor, cache: Cache, draw: tuple[float, Tensor] | None = None) -> Tensor:
         with self.adapters.alone(len(input_T)):
-            return super().next_tokens(input_T, cache)
+            return super().next_tokens(input_T, cache, draw)
 
 
 class SlotMoments:

@@ -118,18 +118,19 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> str:
     if trainer.position:
         data.seek(trainer.position)
     own = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)  # the other is the reading thread's
-    answering, early = Answering(cfg, trainer, heldout, own), EarlyStop(cfg, trainer.position)
+    early = EarlyStop(cfg, trainer.position)
     trained = tokens_before(trainer.version, context.run_dir / "metrics.jsonl")
     if reporter is not None:
         reporter.start_training()
-    if trainer.version == 0:
-        early.see(0, evaluate(trainer, unseen, answering, reporter))
     saved = trainer.version
 
     def save(position: dict[str, Any]) -> None:
         checkpoint.begin(trainer, checkpoints, keep_of(cfg, context.run_dir), {**position, **early.position()})
 
-    with Ahead(data, cfg.sft.batch_size, encoded, cfg.trainer.steps - trainer.version) as batches:
+    steps = cfg.trainer.steps - trainer.version
+    with Answering(cfg, trainer, heldout, own) as answering, Ahead(data, cfg.sft.batch_size, encoded, steps) as batches:
+        if trainer.version == 0:
+            early.see(0, evaluate(trainer, unseen, answering, reporter))
         while trainer.version < cfg.trainer.steps and not early.reason:
             trainer.saves.check()
             try:

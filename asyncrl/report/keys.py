@@ -66,6 +66,7 @@ LEARNING = (
     M("eval/likelier", "share", "sft.loss=dpo: dpo/likelier of the held-out pairs"),
     M("eval/items", "count", "held-out items evaluated"),
     M("eval/failed", "count", "held-out items without a score (reward failure); they count as 0 in the accuracy"),
+    M("eval/failed/*", "count", "mode sft: the same by reason"),
     M("eval/unreadable", "count", "held-out answers that the task's scorer raised on; they count as 0"),
     M("eval/too_long", "count", "held-out items left out because their prompts exceed the model's length"),
     M("eval/seconds", "s", "wall time of the evaluation"),

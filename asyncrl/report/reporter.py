@@ -34,7 +34,7 @@ from asyncrl.report.summary import Ended, Summary, SummaryBuilder
 from asyncrl.report.wandb_writer import WandbWriter
 
 ROLLOUT_COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "version", "finish_reason", "generator")
-GENERATION_COLUMNS = ("step", "prompt", "answer", "reference", "ended", "score")
+GENERATION_COLUMNS = ("step", "prompt", "answer", "reference", "ended", "score", "failure")
 _PACE = 0.2  # weight of the newest step in the running mean of seconds a step
 
 

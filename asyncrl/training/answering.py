@@ -14,7 +14,9 @@ from asyncrl.config.model_folder import stop_token_ids
 from asyncrl.config.schema import Config
 from asyncrl.data.corpus import Corpus, EnvCorpus
 from asyncrl.data.questions import questions
-from asyncrl.training.generation import complete
+from asyncrl.envs.rewards import RewardResult
+from asyncrl.envs.scoring import FAILURES, Scoring
+from asyncrl.training.generation import Sampling, complete
 from asyncrl.training.step import Trainer
 
 
@@ -27,48 +29,76 @@ class Answers:
 
 
 class Answering:
-    """Asks the first ``eval.generations`` held-out questions that leave room for an answer."""
+    """Asks the first ``eval.generations`` held-out questions that leave room for an answer; a context manager.
+
+    Answers are scored in the killable workers of ``reward``: no scorer can hang the run or end it.
+    """
 
     def __init__(self, cfg: Config, trainer: Trainer, heldout: Sequence[Corpus], tokenizer: Any) -> None:
         """Raises ``DataError`` for a held-out record that cannot be used, and if nothing can be asked."""
-        self._trainer, self._tokenizer, self._scored = trainer, tokenizer, scores_answers(cfg)
+        self._trainer, self._tokenizer = trainer, tokenizer
+        self._scoring = Scoring(cfg.env, cfg.reward) if scores_answers(cfg) else None
         self._most = cfg.eval.max_tokens or cfg.sampling.max_tokens
+        self._temperature, self._seed = cfg.eval.temperature, cfg.seed
         count = cfg.eval.generations if heldout else 0
         self._stop = stop_token_ids(Path(cfg.model.path)) if count else []
         positions = getattr(trainer.policy.lm.config.get_text_config(), "max_position_embeddings", None)
         room = (positions or 1 << 30) - self._most
         self.questions, self.too_long = questions(heldout, count, tokenizer, room, cfg.sft.on_error == "skip")
 
+    def __enter__(self) -> Answering:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._scoring is not None:
+            self._scoring.close()
+
     def __call__(self) -> Answers:
-        """Collective. Greedy answers of the policy as it is now."""
+        """Collective. Answers of the policy as it is now: greedy, or sampled at ``eval.temperature``."""
         if not self.questions:
             return Answers()
-        drawn = complete(self._trainer, [question.ids for question in self.questions], self._most, self._stop)
+        sampling = Sampling(self._temperature, self._seed, self._trainer.version) if self._temperature else None
+        prompts = [question.ids for question in self.questions]
+        drawn = complete(self._trainer, prompts, self._most, self._stop, sampling)
         ended = [bool(len(ids)) and int(ids[-1]) in self._stop for ids in drawn]
         texts = [self._tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in drawn]
         figures = {"eval/answers": len(drawn), "eval/ended_share": sum(ended) / len(drawn)}
         if self.too_long:
             figures["eval/too_long"] = self.too_long
-        scores: list[float | None] = [None] * len(drawn)
-        if self._scored:
-            scores, share, failed = self._score(texts)
-            figures |= {"eval/accuracy": share, "eval/failed": failed}
-        asked = zip(self.questions, texts, ended, scores, strict=True)
+        results: list[RewardResult | None] = [None] * len(drawn)
+        if self._scoring is not None:
+            results = [*self._score(texts, self._scoring)] or results
+            figures |= self._counted(results)
         rows = [
-            {"prompt": q.prompt, "answer": text, "reference": q.reference, "ended": end, "score": score}
-            for q, text, end, score in asked
+            {
+                "prompt": q.prompt,
+                "answer": text,
+                "reference": q.reference,
+                "ended": end,
+                "score": result and result.value,
+                "failure": result and (result.failure or result.unreadable),
+            }
+            for q, text, end, result in zip(self.questions, texts, ended, results, strict=True)
         ]
         return Answers(figures, rows)
 
-    def _score(self, texts: Sequence[str]) -> tuple[list[float | None], float, int]:
-        """(scores, share of 1, answers without a score); rank 0 scores, for a scorer may not be a pure function."""
-        scores: list[float | None] = []
-        for question, text in zip(self.questions, texts, strict=True) if self._trainer.mesh.rank == 0 else ():
+    def _score(self, texts: Sequence[str], scoring: Scoring) -> list[RewardResult]:
+        """Of rank 0, for a scorer may not be a pure function; empty on the others."""
+        if self._trainer.mesh.rank:
+            return []
+        items = []
+        for question, text in zip(self.questions, texts, strict=True):
             assert isinstance(question.corpus, EnvCorpus), "only items of env are scored"
-            try:
-                scores.append(question.corpus.score(question.index, text))
-            except Exception:  # noqa: BLE001 - a scorer may raise anything, which is counted
-                scores.append(None)
-        mine = torch.tensor([sum(s is not None and s >= 1.0 for s in scores), sum(s is None for s in scores)])
-        right, failed = self._trainer.mesh.gather_rows(mine)[0].tolist()
-        return scores or [None] * len(texts), right / len(texts), failed
+            items.append((text, question.corpus.entry(question.index)))
+        return scoring.score("heldout", items)
+
+    def _counted(self, results: Sequence[RewardResult | None]) -> dict[str, float]:
+        """Collective. What rank 0's ``results`` are, on every rank."""
+        found = [result for result in results if result is not None]
+        right = sum(result.value is not None and result.value >= 1.0 for result in found)
+        unreadable = sum(result.unreadable is not None for result in found)
+        kinds = [sum(result.kind == kind for result in found) for kind in FAILURES]
+        row = self._trainer.mesh.gather_rows(torch.tensor([right, unreadable, *kinds]))[0].tolist()
+        failed = {f"eval/failed/{kind}": count for kind, count in zip(FAILURES, row[2:], strict=True) if count}
+        figures = {"eval/accuracy": row[0] / len(results), "eval/failed": sum(row[2:]), **failed}
+        return figures | ({"eval/unreadable": row[1]} if row[1] else {})

@@ -1,4 +1,4 @@
-"""Greedy completions by the policy that is being trained, as it lies on the ranks: sharded, split, with adapters.
+"""Completions by the policy that is being trained, as it lies on the ranks: sharded, split, with adapters.
 
     prompts, packed as documents -> next token of each -> one token a row, keys and values of the others kept -> ...
 
@@ -11,7 +11,8 @@ Under FSDP2 every forward is a collective, so ranks step together until the last
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from asyncrl.training.attention import attend_documents
 from asyncrl.training.documents import Documents
 from asyncrl.training.exact import exact
 from asyncrl.training.step import Trainer
+from kernels.dropout import ODD, mix
 
 # What a rank without a prompt continues, so that it takes part in the collectives.
 _DUMMY = np.zeros(1, dtype=np.int32)
@@ -92,13 +94,35 @@ class Cache:
             self.longest = self.prompts.stem_lengths[0]
 
 
-def complete(
-    trainer: Trainer, prompts: Sequence[NDArray[np.int32]], max_tokens: int, stop: Collection[int]
-) -> list[NDArray[np.int32]]:
-    """Collective. The greedy completion of each of ``prompts``, which are the same on every rank, as all results are.
+@dataclass(frozen=True)
+class Sampling:
+    """Tokens drawn at ``temperature`` from the whole distribution.
 
-    Data ranks share the prompts. So many are completed at a time as ``trainer.token_budget`` holds with their
-    completions. Of tokens with equal logits the first is taken.
+    What is drawn is a function of ``seed``, ``step``, the prompt's number and the token's, and of the logits: the same
+    however many ranks share the prompts.
+    """
+
+    temperature: float
+    seed: int
+    step: int
+
+    def keys(self, prompts_B: Tensor, token: int) -> Tensor:
+        """(B,) int64 of token number ``token`` of the completions of the prompts with these numbers."""
+        call = mix(mix(torch.tensor(self.seed, device=prompts_B.device) + ODD) + self.step)
+        return mix(mix(prompts_B ^ call) ^ token)
+
+
+def complete(
+    trainer: Trainer,
+    prompts: Sequence[NDArray[np.int32]],
+    max_tokens: int,
+    stop: Collection[int],
+    sampling: Sampling | None = None,
+) -> list[NDArray[np.int32]]:
+    """Collective. The completion of each of ``prompts``, which are the same on every rank, as all results are.
+
+    Greedy without ``sampling``; of tokens with equal logits the first is taken. Data ranks share the prompts. So many
+    are completed at a time as ``trainer.token_budget`` holds with their completions.
     """
     if not prompts:
         return []
@@ -107,7 +131,8 @@ def complete(
     drawn = torch.full((len(prompts), max_tokens), -1, dtype=torch.int64)
     with exact(trainer.compute):
         for micro in packing.rank[mesh.data_rank].micro:
-            found = _together(trainer, [prompts[i] for i in micro] or [_DUMMY], max_tokens, stop)
+            numbered = {i: prompts[i] for i in micro} or {0: _DUMMY}
+            found = _together(trainer, numbered, max_tokens, stop, sampling)
             if micro:
                 drawn[micro] = found
     whole = mesh.data_rows(drawn.flatten()).amax(0).view_as(drawn)
@@ -115,17 +140,25 @@ def complete(
 
 
 @torch.no_grad()
-def _together(trainer: Trainer, prompts: Sequence[NDArray[np.int32]], max_tokens: int, stop: Collection[int]) -> Tensor:
+def _together(
+    trainer: Trainer,
+    numbered: Mapping[int, NDArray[np.int32]],
+    max_tokens: int,
+    stop: Collection[int],
+    sampling: Sampling | None,
+) -> Tensor:
     """The completions (B, max_tokens) of prompts that fit in memory together, -1 after their ends; on the CPU."""
-    mesh = trainer.mesh
+    mesh, numbers, prompts = trainer.mesh, list(numbered), list(numbered.values())
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     cache = Cache([len(prompts[i]) for i in order], max_tokens, mesh.device)
     stops = torch.tensor(sorted(stop), device=mesh.device)
     next_T = torch.from_numpy(np.concatenate([prompts[i] for i in order])).to(mesh.device, torch.int64)
+    numbers_B = torch.tensor([numbers[i] for i in order], device=mesh.device)
     running_B = torch.ones(len(prompts), dtype=torch.bool, device=mesh.device)
     drawn: list[Tensor] = []
-    for _ in range(max_tokens):
-        next_T = trainer.policy.next_tokens(next_T, cache)
+    for token in range(max_tokens):
+        draw = (sampling.temperature, sampling.keys(numbers_B, token)) if sampling else None
+        next_T = trainer.policy.next_tokens(next_T, cache, draw)
         cache.grow()
         drawn.append(torch.where(running_B, next_T, -1))
         running_B = running_B & ~torch.isin(next_T, stops)

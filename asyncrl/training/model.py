@@ -21,7 +21,7 @@ from asyncrl.training.documents import TakeRows
 from asyncrl.training.errors import ModelError
 from asyncrl.training.head import LogitRule
 from asyncrl.training.packing import PackedBatch
-from kernels.likeliest import likeliest
+from kernels.likeliest import Draw, likeliest
 from kernels.logprob import VOCAB_CHUNK, selected_logprob
 from kernels.policy_loss import CHUNK_BYTES, TokenLoss, policy_loss
 
@@ -90,15 +90,20 @@ class Policy(nn.Module):
         known = objective.token_loss, objective.extras
         return policy_loss(*operands, *known, temperature, chunk_bytes=objective.chunk_bytes, **rule)
 
-    def next_tokens(self, input_T: Tensor, cache: Cache) -> Tensor:
-        """The likeliest token after each row of ``cache``, of which ``input_T`` are the newest tokens: (B,).
+    def next_tokens(self, input_T: Tensor, cache: Cache, draw: tuple[float, Tensor] | None = None) -> Tensor:
+        """A token after each row of ``cache``, of which ``input_T`` are the newest tokens: (B,).
 
-        What a model does to its logits after the projection keeps their order.
+        The likeliest; what a model does to its logits after the projection keeps their order. With ``draw`` one drawn
+        at that temperature by these keys (B,).
         """
         hidden_1TE = self.lm.base_model(
             input_ids=input_T[None], position_ids=cache.places()[1][None], use_cache=False, documents=cache
         ).last_hidden_state
-        return likeliest(hidden_1TE[0, cache.ends()], self._head.weight, self._head.bias)
+        operands = hidden_1TE[0, cache.ends()], self._head.weight, self._head.bias
+        if draw is None:
+            return likeliest(*operands)
+        temperature, keys_B = draw
+        return likeliest(*operands, draw=Draw(keys_B, self.rule.temperature(temperature), self.rule.softcap))
 
     @property
     def _head(self) -> nn.Linear:

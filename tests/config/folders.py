@@ -17,7 +17,7 @@ def write_safetensors(path: Path, dtype: str = "F32", names: tuple[str, ...] = (
 def make_model_folder(folder: Path, **settings: object) -> Path:
     """A folder that passes the check, with ``settings`` added to its config.json."""
     folder.mkdir(parents=True)
-    config = {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 512, "eos_token_id": 0} | settings
+    config = {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 1024, "eos_token_id": 0} | settings
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     write_safetensors(folder / "model.safetensors")

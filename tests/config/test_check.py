@@ -63,7 +63,7 @@ CONTRADICTIONS = [
     ({"sampling.max_tokens": 128, "generator.max_model_len": 128}, "sampling.max_tokens"),
     ({"eval.max_tokens": 200, "generator.max_model_len": 128}, "eval.max_tokens"),
     ({"trainer.token_budget": 127, "generator.max_model_len": 128}, "trainer.token_budget"),
-    ({"generator.max_model_len": 513, "trainer.token_budget": 600}, "generator.max_model_len"),
+    ({"generator.max_model_len": 1025, "trainer.token_budget": 1100}, "generator.max_model_len"),
     ({"model.compute_dtype": "float64"}, "trainer.master_dtype"),
     ({"trainer.master_dtype": "bfloat16"}, "trainer.master_dtype"),
     (BF16 | {"optim.name": "sgd"}, "trainer.master_dtype"),
@@ -215,9 +215,20 @@ def test_the_best_checkpoint_needs_evaluations(make, tmp_path, changes, expected
 def test_an_example_fits_into_a_micro_batch(make, tmp_path):
     (tmp_path / "asyncrl" / "modes" / "sft.py").touch()
     budget = {"trainer.token_budget": 4096}
-    assert keys(make(**SFT | budget | {"sft.max_length": 4096})) == []
-    assert keys(make(**SFT | budget | {"sft.max_length": 4097})) == ["sft.max_length"]
+    long = {"model.path": str(make_model_folder(tmp_path / "long", max_position_embeddings=1 << 20))}
+    assert keys(make(**SFT | budget | long | {"sft.max_length": 4096})) == []
+    assert keys(make(**SFT | budget | long | {"sft.max_length": 4097})) == ["sft.max_length"]
     assert keys(make(**budget | {"sft.max_length": 4097})) == [], "of no concern to grpo"
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_an_example_fits_into_the_model_and_no_engine_limits_it(make, tmp_path, made):
+    (tmp_path / "asyncrl" / "modes" / "sft.py").touch()
+    model = {"model.path": "", "model.new.max_positions": 1024} if made else {}
+    engine = {"generator.max_model_len": 10**6, "sampling.max_tokens": 10**6}
+    assert keys(make(**SFT | model | engine | {"sft.max_length": 1024})) == []
+    assert keys(make(**SFT | model | engine | {"sft.max_length": 1025})) == ["sft.max_length"]
+    assert keys(make(**SFT | model | {"trainer.token_budget": 64, "sft.max_length": 64})) == []
 
 
 def test_ranks_of_other_machines_need_an_address_that_they_reach(make, tmp_path):

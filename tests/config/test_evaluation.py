@@ -31,6 +31,9 @@ def keys(cfg):
         ({"eval": {"patience": 2, "every": 5}, "sft": FILE}, ["eval.patience"]),
         ({"eval": {"generations": 4}, "env": {"heldout_size": 0}}, ["eval.generations"]),
         ({"mode": "grpo", "eval": {"generations": 4}}, ["eval.generations"]),
+        ({"eval": {"generations": 4, "temperature": 0.7}}, []),
+        ({"eval": {"temperature": 0.7}}, ["eval.temperature"]),
+        ({"mode": "grpo", "eval": {"temperature": 0.7}}, ["eval.temperature"]),
         ({"mode": "grpo", "eval": {"patience": 4}}, ["eval.patience"]),
     ],
 )

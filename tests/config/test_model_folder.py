@@ -15,10 +15,9 @@ def folder(tmp_path):
     return make_model_folder(tmp_path / "model")
 
 
-def found(folder, max_model_len=128):
-    return [
-        f"{problem.key}: {problem.message} -> {problem.remedy}" for problem in check_model_folder(folder, max_model_len)
-    ]
+def found(folder, key="generator.max_model_len", tokens=128):
+    problems = check_model_folder(folder, key, tokens)
+    return [f"{problem.key}: {problem.message} -> {problem.remedy}" for problem in problems]
 
 
 def test_a_good_folder_has_no_problem(folder):
@@ -83,9 +82,18 @@ def test_quantised(tmp_path):
     assert "is quantised" in found(folder)[0]
 
 
-def test_context_longer_than_the_model_has_positions(folder):
-    (text,) = found(folder, max_model_len=513)
-    assert text.startswith("generator.max_model_len: 513") and "generator.max_model_len=512" in text
+@pytest.mark.parametrize("key", ["generator.max_model_len", "sft.max_length"])
+def test_context_longer_than_the_model_has_positions(folder, key):
+    assert found(folder, key, 1024) == []
+    assert found(folder, key, 1025) == [
+        f"{key}: 1025 is more than the 1024 positions of the model -> {key}=1024 or less"
+    ]
+
+
+def test_positions_of_the_text_part_of_a_model_count(tmp_path):
+    text = {"text_config": {"max_position_embeddings": 64}}
+    folder = make_model_folder(tmp_path / "model", max_position_embeddings=None, **text)
+    assert found(folder, tokens=64) == [] and "64 positions" in found(folder, tokens=65)[0]
 
 
 def test_no_weights(folder):

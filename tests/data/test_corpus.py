@@ -8,6 +8,7 @@ from asyncrl.config.schema import Config, EnvConfig
 from asyncrl.data.corpus import EnvCorpus
 from asyncrl.data.errors import DataError, SourceError
 from asyncrl.data.opening import env_corpus
+from asyncrl.data.preferences import EnvPairs
 from asyncrl.envs import load_env
 from tests.data.files import corpus_of, talk, write_lines
 
@@ -42,6 +43,14 @@ class WrongAnswers:
 def test_an_answer_that_the_scorer_refuses_is_not_taught():
     with pytest.raises(DataError, match=r"train:0: the reference answer '\w+' scores 0.25"):
         EnvCorpus(WrongAnswers()).example(0)
+
+
+@pytest.mark.parametrize("kind", [EnvCorpus, EnvPairs])
+def test_a_scorer_that_raises_on_a_reference_answer_is_an_error_of_that_item(kind, monkeypatch):
+    monkeypatch.setattr(WrongAnswers, "score", lambda self, text, entry: {}[text])
+    with pytest.raises(DataError, match="train:0: the task's scorer raised KeyError on '") as error:
+        kind(WrongAnswers()).example(0)
+    assert error.value.reason == "scorer"
 
 
 def test_a_task_without_reference_answer_says_so():

@@ -11,9 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.errors import RunFailed
-from asyncrl.config.schema import DataConfig
-from asyncrl.data.corpus import EnvCorpus
+from asyncrl.config.schema import DataConfig, EnvConfig
 from asyncrl.envs import load_env
+from asyncrl.envs.rewards import RewardResult
+from asyncrl.envs.scoring import Scoring
 from asyncrl.report.metrics import read_lines
 from asyncrl.report.summary import read_summary
 from asyncrl.training import answering
@@ -81,20 +82,38 @@ def test_answers_change_nothing_that_is_learnt(answered, tmp_path):
     assert digests(answered[1] / last) == digests(plain / last)
 
 
-def test_a_scorer_that_fails_is_counted(tmp_path, monkeypatch):
-    real = EnvCorpus.score
+BAD_SCORER = """
+import os, time
 
-    def failing(self, index, answer):
-        if index == 1:
-            raise KeyError("no such entry")
-        return real(self, index, answer)
+def task(split, index, completion=None):
+    if completion is None:
+        return {"prompt": f"{index}+0", "answer": str(index)}
+    if completion == str(index):
+        return 1.0
+    if index == 0:
+        raise KeyError("no such entry")
+    if index == 1:
+        time.sleep(3600)
+    if index == 2:
+        os._exit(7)
+    return float("nan") if index == 3 else 0.0
+"""
 
-    monkeypatch.setattr(EnvCorpus, "score", failing)
+
+def test_a_scorer_that_raises_hangs_or_dies_fails_its_answer_alone_and_is_counted(tmp_path):
+    (tmp_path / "bad.py").write_text(BAD_SCORER)
     cfg = settings()
-    cfg.eval.generations = 3
+    cfg.env = EnvConfig(kind="function", function=f"{tmp_path}/bad.py:task", size=40, heldout_size=6)
+    cfg.eval.generations, cfg.eval.max_tokens, cfg.reward.deadline_s, cfg.trainer.steps = 6, 3, 0.5, 1
     done = run(cfg, tmp_path / "run")
-    assert [line["eval/failed"] for line in evaluations(done).values()] == [1, 1]
-    assert [row["score"] is None for row in generations(done)] == [False, True, False] * 2
+    for line in evaluations(done).values():
+        kinds = {key[12:]: value for key, value in line.items() if key.startswith("eval/failed/")}
+        assert kinds == {"raised": 1, "timeout": 1, "died": 1, "not_finite": 1} and line["eval/failed"] == 4
+    for row in generations(done):
+        assert (row["score"] is None) == (row["failure"] is not None)
+    failures = [row["failure"] or "" for row in generations(done)][:6]
+    assert [failure.partition(":")[0] for failure in failures] == ["raised", "timeout", "died", "not_finite", "", ""]
+    assert "no such entry" in failures[0] and read_summary(done / "summary.json").ended == "finished"
 
 
 def test_files_are_asked_in_turns_and_texts_ask_nothing(tmp_path):
@@ -180,7 +199,11 @@ def test_more_patience_goes_on_from_where_it_stopped(tmp_path, losses):
 
 def test_accuracy_can_decide_and_more_of_it_is_better(tmp_path, monkeypatch):
     right, version, complete = [0, 1, 3, 2, 2, 2, 2], [], answering.complete
-    monkeypatch.setattr(EnvCorpus, "score", lambda self, index, answer: float(index < right[version[-1]]))
+
+    def score(self, split, items):
+        return [RewardResult(float(index < right[version[-1]]), None) for index in range(len(items))]
+
+    monkeypatch.setattr(Scoring, "score", score)
     monkeypatch.setattr(
         answering, "complete", lambda trainer, *rest: version.append(trainer.version) or complete(trainer, *rest)
     )

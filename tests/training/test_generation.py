@@ -1,4 +1,4 @@
-"""Greedy completions against transformers' generate, token by token, however the policy lies on ranks."""
+"""Completions against transformers' generate, token by token, and draws against the softmax, however ranks lie."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConf
 
 from asyncrl.data.tokens import Conversation
 from asyncrl.training.exact import exact
-from asyncrl.training.generation import complete
+from asyncrl.training.generation import Sampling, complete
 from asyncrl.training.opening import build_trainer
 from asyncrl.training.sft import SftTrainer
 from tests.training.ranks import run_ranks
@@ -43,8 +43,11 @@ def wanted(folder):
     return [oracle(lm, ids) for ids in prompts()]
 
 
-def completed(trainer):
-    return [ids.tolist() for ids in complete(trainer, prompts(), ROOM, STOP)]
+def completed(trainer, sampling=None):
+    return [ids.tolist() for ids in complete(trainer, prompts(), ROOM, STOP, sampling)]
+
+
+DRAW = Sampling(temperature=0.8, seed=3, step=5)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +116,7 @@ def job(rank, world, path):
         trainer = adapted(build(path, rank, world, **sections))
         before = trainer.loss([TALK])
         alone = [ids.tolist() for ids in complete(trainer, prompts()[:1], ROOM, STOP)]
-        found[way] = completed(trainer), alone, before == trainer.loss([TALK])
+        found[way] = completed(trainer), alone, before == trainer.loss([TALK]), completed(trainer, DRAW)
     return found
 
 
@@ -123,7 +126,21 @@ def test_two_ranks_generate_the_same_however_the_policy_lies_on_them(folder):
         way: completed(adapted(build(folder, **WAYS[way]))) for way in ("lora", "dora")
     }
     assert plain != by_way["lora"] != by_way["dora"] != plain
+    drawn = completed(build(folder), DRAW)
+    assert drawn != plain
     for found in run_ranks(2, job, folder):
-        for way, (completions, alone, unchanged) in found.items():
+        for way, (completions, alone, unchanged, sampled) in found.items():
             assert completions == by_way[way], way
             assert alone == completions[:1] and unchanged, way
+            assert sampled == drawn or way in ("lora", "dora", "mixed"), "equal draws of equal logits"
+
+
+def test_draws_change_with_seed_step_and_prompt_and_with_nothing_else(folder):
+    trainer = build(folder)
+    first = completed(trainer, DRAW)
+    assert completed(trainer, DRAW) == first == completed(build(folder, trainer={"token_budget": 50}), DRAW)
+    others = [completed(trainer, Sampling(0.8, *others)) for others in ((4, 5), (3, 6))]
+    assert first != others[0] != others[1] != first
+    same = complete(trainer, [prompts()[0]] * 20, ROOM, STOP, DRAW)
+    assert len({tuple(ids) for ids in same}) > 10
+    assert completed(trainer, Sampling(1e-6, 3, 5)) == wanted(folder), "hardly any temperature is greedy"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+import json
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from asyncrl.config.model_folder import positions_of
 from asyncrl.config.schema import TrainerConfig
 from asyncrl.data.torchtune.leaves import UNKNOWN, Reading, RecipeError, component, plain
 
@@ -133,13 +135,13 @@ def read_tokenizer(reading: Reading, batch_size: int, sides: int, stated: int) -
     """
     length = reading.number("tokenizer.max_seq_len", stated)
     if length:
-        room = max(128, batch_size * sides * length)  # a run is never given less than generator.max_model_len
+        room = batch_size * sides * length
         keys: dict[str, Any] = {"sft.max_length": length, "sft.too_long": "cut", "trainer.token_budget": room}
         why = "longer ones are cut, without the eos token that torchtune writes over the last"
         reading.translate("tokenizer.max_seq_len", keys, why)
     else:
         reading.meaningless("tokenizer.max_seq_len", "null: see sft.max_length")
-        keys = {"sft.max_length": TOKENS // sides, "sft.too_long": "error"}
+        keys = {"sft.max_length": min(TOKENS // sides, _positions(reading)), "sft.too_long": "error"}
         why = f"a limit is needed; trainer.token_budget is {TOKENS} tokens, and to use less memory is to lower both"
         reading.translate("", keys, why)
     if reading.get("tokenizer.truncation_type", "right") == "right":
@@ -149,3 +151,12 @@ def read_tokenizer(reading: Reading, batch_size: int, sides: int, stated: int) -
     for leaf in reading.below("tokenizer"):
         reading.meaningless(leaf, "the tokenizer is that of model.path, with its own chat template")
     return length
+
+
+def _positions(reading: Reading) -> int:
+    """How many tokens a context of the model may have; what a micro-batch holds if its folder is not here."""
+    try:
+        settings = json.loads((Path(str(reading.keys["model.path"])) / "config.json").read_text())
+        return positions_of(settings) or TOKENS
+    except (OSError, ValueError, AttributeError):
+        return TOKENS  # the run's own check says what is wrong with the folder

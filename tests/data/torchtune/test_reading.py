@@ -187,7 +187,8 @@ def test_a_key_that_nobody_knows_is_listed():
 def here(tmp_path, monkeypatch):
     """A working directory with the model and the data that the recipes name."""
     monkeypatch.chdir(tmp_path)
-    folder = make_model_folder(Path("model"), num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+    folder = make_model_folder(Path("model"), model_type="llama", **sizes)
     adapted = [f"self_attn.{name}_proj" for name in "qvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
     write_safetensors(folder / "model.safetensors", names=tuple(f"model.layers.0.{n}.weight" for n in adapted))
     write_lines(Path("talks.jsonl"), [{"turns": talk()}] * 300)
@@ -215,6 +216,23 @@ def test_the_command_is_accepted_by_our_own_check(here):
     assert config.trainer.steps == 1, "300 records were counted: 75 packs, 19 a rank, 9 micro-batches, 1 step"
     config = composed(*made("full_single", "dataset.source=json", "dataset.data_files=talks.jsonl"))
     assert config.optim.clip_norm == math.inf and config.trainer.steps == 3 * 150
+
+
+PUBLIC = {"full_finetune_single_device": 1, "lora_finetune_distributed": 4, "full_dpo_distributed": 8}
+
+
+@pytest.mark.parametrize("length", ["128", "null"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_command_of_each_public_recipe_is_accepted_by_our_own_check(here, name, length):
+    """As launch/train.py checks it, with the data that the recipe names; also without a length, as most files are."""
+    for folder in ("yahma-alpaca-cleaned-train", "lvwerra-stack-exchange-paired-train"):
+        Path("data", folder).mkdir(parents=True)
+    reading, launch = made(name, f"tokenizer.max_seq_len={length}", "dataset.packed=False", samples=1000)
+    assert launch.ranks == PUBLIC[launch.recipe]
+    config = composed(reading, launch)
+    assert config.sft.max_length == (128 if length == "128" else 1024), "the model here has 1024 positions"
+    assert (config.sft.loss == "dpo") == (name == "dpo_distributed") and config.lora.rank == 8 * (name[:4] == "lora")
+    assert config.parallel.tp == (2 if name == "dpo_distributed" else 1)
 
 
 def test_the_printed_command_runs(here, capsys):
