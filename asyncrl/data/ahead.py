@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from asyncrl.data.errors import SourceError
 from asyncrl.data.example import Example
 from asyncrl.data.mixture import Mixture
 
@@ -45,9 +46,16 @@ class Ahead(Generic[T]):
     """``batches`` batches of ``size`` examples of ``stream``, of which up to ``depth`` wait; a context manager."""
 
     def __init__(
-        self, stream: Mixture, size: int, encode: Callable[[Example], T], batches: int, depth: int = 2
+        self,
+        stream: Mixture,
+        size: int,
+        encode: Callable[[Example], T],
+        batches: int,
+        deadline_s: float,
+        depth: int = 2,
     ) -> None:
-        self._stream, self._size, self._encode = stream, size, encode
+        """``deadline_s``: of a wait for a batch."""
+        self._stream, self._size, self._encode, self._deadline_s = stream, size, encode, deadline_s
         self._left, self._depth = batches, depth
         self._last: _Read[T] = self._state([])
         self._ready: deque[_Read[T]] = deque()
@@ -68,12 +76,21 @@ class Ahead(Generic[T]):
         self._thread.join(CLOSE_S)
 
     def take(self) -> list[T]:
-        """The next batch, waited for. Raises what drawing it raised, again in every later call."""
+        """The next batch, waited for. Raises what drawing it raised, again in every later call.
+
+        Raises ``SourceError`` naming the record in hand if the batch does not come in time.
+        """
         if not self._left or self._closed:
             raise ValueError("a batch is taken after the last one")
         began = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._ready)
+            if not self._changed.wait_for(lambda: self._ready, self._deadline_s):
+                name, record = self._stream.at
+                raise SourceError(
+                    name,
+                    f"a step waited {self._deadline_s:g} s for its batch; record {record}, counted from 0, is in hand",
+                    "see what its converter, its scorer or its disk waits for, or raise deadline.batch_s",
+                )
             found = self._ready[0]
             if found.error is not None:
                 raise found.error

@@ -33,8 +33,8 @@ def find_answers(
 ) -> tuple[list[int], list[slice]]:
     """(ids of ``messages``, the tokens of each answer in ``wanted``).
 
-    Raises ``TemplateError`` if the template refuses the messages, if an answer cannot be told from what is around it,
-    or if it has no end-of-turn token.
+    Raises ``TemplateError`` if the template refuses the messages or leaves one of them out, if an answer cannot be told
+    from what is around it, or if it has no end-of-turn token.
     """
     generated = template.spans(messages) if wanted else None
     if generated is not None:
@@ -44,9 +44,30 @@ def find_answers(
     else:
         text = template.render(messages)
         found = [_bounds(template, messages, number, text) for number in wanted]
+    _check_whole(template, messages, text)
     ids, *prefixes = template.tokens([text, *(part for b in found for part in (b.before, b.through))])
     pairs = zip(found, prefixes[::2], prefixes[1::2], strict=True)
     return ids, [_answer(template, bounds, ids, before, through) for bounds, before, through in pairs]
+
+
+def _check_whole(template: Template, messages: Sequence[Message], text: str) -> None:
+    """Raises ``TemplateError`` for a message of which nothing is in ``text``, whatever its content.
+
+    Not for an answer: templates drop earlier reasoning on purpose, and what is learnt is compared by itself.
+    """
+    for number, message in enumerate(messages):
+        content = message["content"].strip()
+        if (
+            not content or message["role"] == "assistant" or content in text
+        ):  # templates change contents (strip, quote, cut); seldom, and not to nothing
+            continue
+        other = {**message, "content": content + content}
+        if template.render([*messages[:number], other, *messages[number + 1 :]]) == text:
+            raise TemplateError(
+                template.place,
+                f"the chat template leaves out the content of message {number} ({message['role']})",
+                "take it out with convert, or choose a model whose template renders it",
+            )
 
 
 def _chosen(

@@ -48,7 +48,7 @@ class Converter:
         """What the function makes of ``record``. Raises ``DataError`` (reason ``convert``) when it fails."""
         try:
             made = self._function(dict(record))
-        except Exception as error:  # the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             raise DataError(
                 place, f"{self._name} raised {type(error).__name__}: {error}", "mend the function", "convert"
             ) from error

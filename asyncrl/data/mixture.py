@@ -36,6 +36,7 @@ class Mixture:
         self.drawn = [0] * len(corpora)  # records of each source that were looked at
         self.given = [0] * len(corpora)  # of them examples
         self.skipped: Counter[str] = Counter()  # the others, by reason
+        self.at = (self.corpora[0].name, 0)  # the source and the number of the record that was looked at last
 
     def take(self, count: int, encode: Callable[[Example], T]) -> list[T]:
         """What ``encode`` makes of the next ``count`` examples; a ``DataError`` of its own is one of the record.
@@ -51,6 +52,7 @@ class Mixture:
         for _ in range(2 * len(corpus)):  # a whole epoch is among them, wherever it begins
             record = order.record(self.drawn[source])
             self.drawn[source] += 1
+            self.at = (corpus.name, record)
             try:
                 made = encode(corpus.example(record))
             except SourceError:

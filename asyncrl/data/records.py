@@ -63,7 +63,10 @@ class TextRecords:
         """The text of index row ``row``."""
         start = int(self._index[row, 0])
         end = int(self._index[row + 1, 0]) if row + 1 < self._stored.rows else self._size
-        data = os.pread(self._file.fileno(), end - start, start)
+        try:
+            data = os.pread(self._file.fileno(), end - start, start)
+        except OSError as error:
+            raise SourceError(self._stored.path, f"cannot be read: {error}", "see that its disk is there") from error
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:

@@ -61,10 +61,14 @@ def survey(path: Path, folder: Path) -> Path:
     stamp = stamp_of(path)
     if target.exists() and (known := read_survey(target)).stamp == stamp and known.path == str(path):
         return target
-    if kind in _STARTS:
-        kind, digest, rows = _index(path, kind, index)
-    else:
-        digest, rows, index = _digest(path), 0, Path()
+    try:
+        if kind in _STARTS:
+            kind, digest, rows = _index(path, kind, index)
+        else:
+            digest, rows, index = _digest(path), 0, Path()
+    except OSError as error:
+        remedy = "see that it can be read, and that there is space for 16 bytes a record below the run's folder"
+        raise SourceError(str(path), f"cannot be read through and indexed: {error}", remedy) from error
     if stamp_of(path) != stamp:
         raise SourceError(str(path), "has changed while it was read", "start the run when it is complete")
     found = Stored(str(path), kind, stamp, digest, rows, str(index) if rows else "")

@@ -128,7 +128,8 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> str:
         checkpoint.begin(trainer, checkpoints, keep_of(cfg, context.run_dir), {**position, **early.position()})
 
     steps = cfg.trainer.steps - trainer.version
-    with Answering(cfg, trainer, heldout, own) as answering, Ahead(data, cfg.sft.batch_size, encoded, steps) as batches:
+    ahead = Ahead(data, cfg.sft.batch_size, encoded, steps, cfg.deadline.batch_s)
+    with Answering(cfg, trainer, heldout, own) as answering, ahead as batches:
         if trainer.version == 0:
             early.see(0, evaluate(trainer, unseen, answering, reporter))
         while trainer.version < cfg.trainer.steps and not early.reason:

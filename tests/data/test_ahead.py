@@ -46,7 +46,7 @@ class Counting:
 
 def test_batches_positions_and_metrics_are_those_of_the_stream_itself():
     plain, count = stream(skip=True), Counting()
-    with Ahead(stream(skip=True), 4, count, 9) as batches:
+    with Ahead(stream(skip=True), 4, count, 9, WAIT_S) as batches:
         assert batches.position() == plain.position()
         for step in range(9):
             count.wait_for(4 * min(9, step + 2))  # more was read than is told
@@ -62,7 +62,7 @@ def test_a_position_goes_on_with_the_batch_that_was_not_taken(taken):
     whole = [stream(skip=True)]
     steps = [whole[0].take(3, text) for _ in range(6)]
     count = Counting()
-    with Ahead(stream(skip=True), 3, count, 6) as batches:
+    with Ahead(stream(skip=True), 3, count, 6, WAIT_S) as batches:
         for _ in range(taken):
             batches.take()
         count.wait_for(3 * (taken + 1))
@@ -74,7 +74,7 @@ def test_a_position_goes_on_with_the_batch_that_was_not_taken(taken):
 
 def test_so_many_are_read_ahead_and_no_more_than_there_are_steps():
     source, count = stream(), Counting()
-    with Ahead(source, 4, count, 7, depth=2) as batches:
+    with Ahead(source, 4, count, 7, WAIT_S, depth=2) as batches:
         count.wait_for(12)  # two wait, the third is in hand
         for _ in range(7):
             batches.take()
@@ -86,7 +86,7 @@ def test_so_many_are_read_ahead_and_no_more_than_there_are_steps():
 
 def test_no_more_than_depth_wait():
     source = stream()
-    with Ahead(source, 4, text, 50, depth=2) as batches:
+    with Ahead(source, 4, text, 50, WAIT_S, depth=2) as batches:
         for step in range(50):
             batches.take()
             assert sum(source.given) <= 4 * (step + 1 + 3)  # two wait, one is in hand
@@ -102,7 +102,7 @@ def test_an_error_arrives_with_the_batch_that_it_spoils(error):
             raise error("a", "b", "c") if error is DataError else error("it")
         return count(example)
 
-    with Ahead(stream(), 3, encode, 9, depth=8) as batches:
+    with Ahead(stream(), 3, encode, 9, WAIT_S, depth=8) as batches:
         count.wait_for(13)
         assert [batches.take() for _ in range(4)] == expected
         position = batches.position()
@@ -122,14 +122,14 @@ def test_an_error_that_no_step_reaches_is_none():
             raise KeyError("it")
         return count(example)
 
-    with Ahead(stream(), 3, encode, 9, depth=8) as batches:
+    with Ahead(stream(), 3, encode, 9, WAIT_S, depth=8) as batches:
         count.wait_for(7)
         assert [batches.take(), batches.take()] == [plain.take(3, text), plain.take(3, text)]
 
 
 def test_a_source_without_one_good_record_is_told_at_its_step():
     hopeless = stream(skip=True, bad=frozenset(range(7)))
-    with Ahead(hopeless, 1, text, 9) as batches, pytest.raises(SourceError, match="none of its 7 records"):
+    with Ahead(hopeless, 1, text, 9, WAIT_S) as batches, pytest.raises(SourceError, match="none of its 7 records"):
         batches.take()
 
 
@@ -139,7 +139,7 @@ def test_the_thread_ends_with_the_block(steps, error):
     source = stream()
 
     def leave():
-        with Ahead(source, 4, text, steps, depth=2) as batches:
+        with Ahead(source, 4, text, steps, WAIT_S, depth=2) as batches:
             for _ in range(3):
                 batches.take()
             if error:
@@ -156,7 +156,7 @@ def test_the_thread_ends_with_the_block(steps, error):
 
 def test_an_abandoned_batch_is_not_drawn_to_its_end():
     count, source = Counting(), Mixture([Numbers("a", 10**6)], [1], 0)
-    with Ahead(source, 10**6, count, 1):
+    with Ahead(source, 10**6, count, 1, WAIT_S):
         count.wait_for(5)
     assert not reader() and sum(source.given) < 10**6
 
@@ -169,8 +169,21 @@ def test_an_interrupt_while_it_waits_leaves_the_block():
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         count.open.set()
 
-    with Ahead(stream(), 4, count, 9) as batches, pytest.raises(KeyboardInterrupt):
+    with Ahead(stream(), 4, count, 9, WAIT_S) as batches, pytest.raises(KeyboardInterrupt):
         threading.Timer(0.2, interrupt).start()
         batches.take()
         threading.Event().wait(WAIT_S)  # should it come later
+    assert not reader()
+
+
+def test_a_batch_that_does_not_come_is_an_error_that_names_its_record():
+    count = Counting()
+    count.open.clear()
+    source = stream()
+    with Ahead(source, 4, count, 9, 0.1) as batches:
+        with pytest.raises(
+            SourceError, match=r"a: a step waited 0\.1 s for its batch; record \d, counted from 0, is in hand"
+        ):
+            batches.take()
+        count.open.set()
     assert not reader()

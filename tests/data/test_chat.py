@@ -167,6 +167,16 @@ def test_a_template_without_end_of_turn_is_refused():
         one(chatml(CHATML.replace("+ '<|im_end|>\n'", "+ '\n'")), TALK)
 
 
+@pytest.mark.parametrize("template", [CHATML, SPANS])
+def test_a_template_that_leaves_a_message_out_is_refused(template):
+    messages = [{"role": "system", "content": "be brief"}, *TALK]
+    deaf = chatml(template.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}"))
+    with pytest.raises(TemplateError, match=r"leaves out the content of message 0 \(system\)"):
+        one(deaf, messages)
+    assert one(deaf, TALK).learnt.any() and one(chatml(template), messages).learnt.any()
+    assert one(deaf, [{"role": "system", "content": " "}, *TALK]).learnt.any(), "nothing was said"
+
+
 def test_a_template_that_raises_is_refused_with_its_reason(tokenizers):
     with pytest.raises(TemplateError, match=r"cannot render it: .*must alternate.*\n.*roles are: system, user"):
         one(tokenizers["mistral"], [SYSTEM, *TALK])

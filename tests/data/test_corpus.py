@@ -110,6 +110,10 @@ def test_the_identity_of_a_file_is_its_contents_and_how_they_are_read(tmp_path):
 
 
 CONVERTER = """
+def leaves(record):
+    raise SystemExit(3)
+
+
 def convert(record):
     if record["q"] == "raise":
         raise KeyError("a")
@@ -132,6 +136,12 @@ def converted(tmp_path):
     (tmp_path / "mine.py").write_text(CONVERTER)
     path = write_lines(tmp_path / "a.jsonl", [{"q": q, "a": "4"} for q in ("2+2", "raise", "nothing", "pair")])
     return lambda name: corpus_of(path, convert=f"{tmp_path}/mine.py:{name}")
+
+
+def test_a_function_that_exits_is_an_error_of_its_record(converted):
+    with pytest.raises(DataError, match=r"a\.jsonl line 1: .*leaves raised SystemExit: 3") as error:
+        converted("leaves").example(0)
+    assert error.value.reason == "convert"
 
 
 def test_a_users_function_makes_examples(converted):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import tracemalloc
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.data import text_index
+from asyncrl.data import stored, text_index
 from asyncrl.data.errors import DataError, SourceError
 from asyncrl.data.stored import read_survey, survey
 from tests.data.files import records_of, write_lines
@@ -187,3 +188,18 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monk
     path.write_text('{"a": 1}\n' + "x" * 5000)
     with pytest.raises(SourceError, match="line 2: is longer than 1000 bytes"):
         records_of(path)
+
+
+def test_what_the_disk_cannot_read_is_an_error_of_the_file(tmp_path, monkeypatch):
+    path = write_lines(tmp_path / "a.jsonl", [{"a": 1}] * 3)
+    records = records_of(path)
+
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", broken)
+    with pytest.raises(SourceError, match=r"a\.jsonl: cannot be read: .*Input/output error"):
+        records.record(1)
+    monkeypatch.setattr(stored, "write_index", broken)
+    with pytest.raises(SourceError, match=r"a\.jsonl: cannot be read through and indexed: .*Input/output error"):
+        survey(path, tmp_path / "others")

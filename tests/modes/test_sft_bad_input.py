@@ -111,3 +111,14 @@ def test_resumed_between_examples_that_were_split(tmp_path, monkeypatch, saved):
     assert steps[before:] == steps[saved:before]
     for kind in ("hf", "state"):
         assert digests(part / "checkpoints/step_000004" / kind) == digests(whole / "checkpoints/step_000004" / kind)
+
+
+def test_a_step_whose_examples_are_all_too_long_learns_nothing_and_counts_them(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"messages": talk("4" * 60, "what is 2+2")}) + "\n" for _ in range(4)))
+    cfg = settings(data=[DataConfig(path=str(path))], max_length=16, too_long="skip", batch_size=4)
+    cfg.trainer.steps = 2
+    done = run(cfg, tmp_path / "run")
+    steps = read_metrics(done / "metrics.jsonl")[-2:]
+    assert [step["sample/skipped"] for step in steps] == [4, 4] and steps[-1]["tokens/trained"] == 0
+    assert folders(done) == ["step_000002"]
