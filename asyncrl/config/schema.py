@@ -407,6 +407,9 @@ class WandbConfig:
     enabled: bool = True  # offline when no key is configured
     project: str = "asyncrl"
     entity: str = ""
+    group: str = (
+        ""  # of runs that belong together; empty: none, of packed adapters (mode=multi_lora) the sweep's folder
+    )
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     rollouts_every: Count = 10  # steps; 0: never
     rollouts_rows: Positive = 16

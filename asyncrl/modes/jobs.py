@@ -1,5 +1,8 @@
 """Runs one job, or the jobs of a sweep one after another, on this rank: check, run folder, mode.
 
+The jobs of ``mode=multi_lora`` run together (asyncrl/modes/multi_lora.py). Each is a run of mode=sft in every other
+respect: that is what its folder says, and what it is checked as.
+
 Every rank composes and checks all jobs before the first one starts; a mistake in the last job of a sweep costs nothing.
 Rank 0 chooses the folder and publishes it with the configuration, so that all ranks act on the same one. A failed job
 ends the launch: the other ranks may be inside a collective, and torchrun ends them when this process is gone.
@@ -23,16 +26,20 @@ from asyncrl.config.data import uses_env
 from asyncrl.config.errors import ConfigError, Problem, RunFailed, exit_on_config_error
 from asyncrl.config.files import CONFIG_FILE, from_dict, save_config, to_dict
 from asyncrl.config.load import resolve
+from asyncrl.config.packing import check_pack, check_packed
 from asyncrl.config.run_folder import (
     Launch,
     changed_on_resume,
     choose_run_dir,
     choose_sweep_dir,
     earlier_attempt,
+    job_name,
     link_latest,
 )
 from asyncrl.config.schema import Config
 from asyncrl.envs import EnvError, load_env
+
+PACKED = "multi_lora"
 
 
 @dataclass
@@ -53,6 +60,9 @@ def run_jobs(jobs: Sequence[Job], sweep: bool) -> None:
     with exit_on_config_error():
         configs = check_jobs(jobs, place)
     folders = Folders(place, sweep)
+    if packs(jobs):
+        run_packed(jobs, configs, folders)
+        return
     for job, config in zip(jobs, configs, strict=True):
         folders.run_dir = None
         try:
@@ -70,19 +80,65 @@ def run_jobs(jobs: Sequence[Job], sweep: bool) -> None:
         end_rank(config, folders.run_dir, place.rank, *how)
 
 
+def packs(jobs: Sequence[Job]) -> bool:
+    """Whether the jobs train together on one base; a mode that only some of them have is refused by the check."""
+    return all(job.composed.mode == PACKED for job in jobs)
+
+
+def run_packed(jobs: Sequence[Job], configs: Sequence[Config], folders: Folders) -> None:
+    """Runs all jobs at once, each in its own folder; ends the process as :func:`run_jobs` does."""
+    resumed = next((config.resume for config in configs if config.resume), "")
+    if resumed and folders.sweep:
+        folders.sweep_dir = Path(resumed).parent
+    try:
+        with exit_on_config_error():
+            opened = [folders.lead(job, config) for job, config in zip(jobs, configs, strict=True)]
+        runs = [run for run in opened if run is not None]
+        if configs[0].run.dry:
+            for run in runs:
+                run_mode(*run)
+            return
+        from asyncrl.modes import multi_lora
+
+        multi_lora.run(runs, folders.sweep_dir, folders.record_return)
+        return
+    except (Exception, KeyboardInterrupt) as error:
+        if not isinstance(error, RunFailed | KeyboardInterrupt):
+            logging.getLogger(__name__).exception("asyncrl: rank %d failed", folders.place.rank)
+        how = how_it_ended(error)
+    end_rank(configs[0], None, folders.place.rank, *how)
+
+
+def own_folder(job: Job, resume: str) -> str:
+    """The folder in which ``job`` goes on when the sweep in ``resume`` does; empty if it had not begun there."""
+    folder = Path(resume)
+    if (folder / CONFIG_FILE).is_file() or not folder.is_dir():
+        return resume  # of a run, or nothing: the check says so
+    mine = folder / job_name(job.number, job.overrides)
+    return str(mine) if (mine / CONFIG_FILE).is_file() else ""
+
+
 def check_jobs(jobs: Sequence[Job], place: Place) -> list[Config]:
     """The Config of every job; raises one ConfigError with the problems of all of them."""
     configs: list[Config] = []
     problems: dict[str, Problem] = {}
+    packed = packs(jobs)
     for job in jobs:
         try:
             config = resolve(job.composed)
+            if config.mode == PACKED and not packed:
+                problem = Problem("mode", "the other jobs of the sweep have another one", "one mode for all of them")
+                problems[problem.key] = problem
+            if packed:
+                config.mode = "sft"
+                config.resume = own_folder(job, config.resume) if config.resume else ""
+                problems |= {str(problem): problem for problem in check_packed(config, place)}
             check(config, place)
             if config.resume:
                 problems |= {str(problem): problem for problem in changed_on_resume(config)}
             if place.rank == 0 and uses_env(config):
                 load_env(config.env, "train")  # over a second for reasoning-gym, so not on every rank
-            if len(jobs) > 1 and (config.run.dir or config.resume):
+            if len(jobs) > 1 and (config.run.dir or (config.resume and not packed)):
                 key = "run.dir" if config.run.dir else "resume"
                 problems[key] = Problem(key, "names one folder for all jobs of a sweep", f"leave {key} out")
             configs.append(config)
@@ -90,6 +146,10 @@ def check_jobs(jobs: Sequence[Job], place: Place) -> list[Config]:
             problems[str(error)] = error.problem
         except ConfigError as error:
             problems |= {str(problem): problem for problem in error.problems}
+    if packed and any(job.composed.resume for job in jobs) and not any(config.resume for config in configs):
+        problems["resume"] = Problem("resume", "none of these jobs is in it", "the folder and overrides of the sweep")
+    if packed and len(configs) == len(jobs):
+        problems |= {str(problem): problem for problem in check_pack(configs, [job.number for job in jobs])}
     if problems:
         raise ConfigError(list(problems.values()))
     return configs

@@ -11,13 +11,17 @@ and a tokenizer built from the questions. So one command makes the checkpoint th
 
 The order of the data, the initial weights and every sum depend on the configuration alone: the same command on the
 same machine writes the same bytes.
+
+The loop can be suspended (:data:`Loop`): it hands out each step's batch and is sent the report of it. Who drives it
+decides how batches are learnt: :func:`run` one after another, asyncrl/modes/multi_lora.py those of many loops at once.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,15 +46,40 @@ if TYPE_CHECKING:
 S = TypeVar("S", Conversation, Pair)
 
 
+# Gives (trainer, what it is to learn next) and is sent the report; returns why it ended before its last step, or "".
+Loop = Generator["tuple[Learner[Any], list[Any]]", "StepReport", str]
+Open = Callable[..., "Learner[Any]"]  # as asyncrl.training.opening.open_trainer
+
+
 def run(cfg: Config, context: RunContext) -> None:
     """Train as one rank. Raises on any failure, which ends the run; ``RunFailed`` for data that cannot be learnt."""
+    from asyncrl.training.opening import open_trainer
+
+    drive(job(cfg, context, open_trainer))
+
+
+def drive(loop: Loop) -> None:
+    """Learns what ``loop`` gives until it ends. An error is thrown into it, so that it can say why the run ended."""
+    with suppress(StopIteration):
+        trainer, samples = next(loop)
+        while True:
+            try:
+                report = trainer.learn(samples)
+            except BaseException as error:
+                loop.throw(error)
+                raise
+            trainer, samples = loop.send(report)
+
+
+def job(cfg: Config, context: RunContext, open_learner: Open) -> Loop:
+    """The loop of one run with its reports and its summary. Raises as :func:`run` does."""
     from asyncrl.report.reporter import Reporter
 
     reporter = Reporter(context.run_dir, cfg) if context.rank == 0 else None
     ended: Ended = "failed"
     reason = ""
     try:
-        reason = train(cfg, context, reporter)
+        reason = yield from train(cfg, context, reporter, open_learner)
         ended = "finished"
     except DataError as error:
         reason = str(error)
@@ -67,10 +96,11 @@ def run(cfg: Config, context: RunContext) -> None:
     finally:
         if reporter is not None:
             reporter.finish(reporter.summary(ended, reason))
+    return reason
 
 
-def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> str:
-    """Returns why it ended before its last step; empty if it did not."""
+def train(cfg: Config, context: RunContext, reporter: Reporter | None, open_learner: Open) -> Loop:
+    """Data, trainer, steps, evaluations and checkpoints. Returns why it ended before its last step; empty otherwise."""
     from transformers import AutoTokenizer
 
     from asyncrl.data.ahead import Ahead
@@ -83,7 +113,6 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> str:
     from asyncrl.training.early_stop import EarlyStop
     from asyncrl.training.keeping import keep_of
     from asyncrl.training.new_model import with_new_model
-    from asyncrl.training.opening import open_trainer
     from asyncrl.training.reference import Upcoming, record
     from asyncrl.training.sft import SftTrainer
 
@@ -114,7 +143,7 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> str:
             record(trainer, context.run_dir / "reference", upcoming, unseen, say)
 
     unseen = encoded_heldout(heldout, encoded, cfg, reporter)
-    trainer = open_trainer(cfg, context, kind, data_of(cfg, data), prepare)
+    trainer = open_learner(cfg, context, kind, data_of(cfg, data), prepare)
     if trainer.position:
         data.seek(trainer.position)
     own = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)  # the other is the reading thread's
@@ -141,7 +170,7 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None) -> str:
                     save(batches.position())
                 trainer.saves.close()
                 raise
-            report = trainer.learn(samples_of(examples))
+            report = yield trainer, samples_of(examples)
             trained += 0 if report.skipped else report.tokens
             if reporter is not None:
                 figures = {**measured(report), **fates(examples), **batches.metrics(), **trainer.saves.metrics()}

@@ -84,6 +84,7 @@ class Run:
         return self._wandb.init(
             project=init["project"],
             entity=init["entity"] or None,
+            group=init["group"] or None,
             name=init["name"],
             id=init["id"],
             dir=init["dir"],

@@ -75,7 +75,7 @@ class WandbWriter:
         self._folder.mkdir(exist_ok=True)
         self._init = {
             "kind": "init",
-            **{key: value for key, value in asdict(cfg).items() if key in ("project", "entity", "mode")},
+            **{key: value for key, value in asdict(cfg).items() if key in ("project", "entity", "group", "mode")},
             "name": name,
             "id": _run_id(self._folder / "run_id"),
             "dir": str(run_dir.resolve()),

@@ -105,7 +105,7 @@ WRONG = [
     (["lr=1"], ["lr: no such key", "did you mean optim.lr?"]),
     (["optim.lr=fast"], ["optim.lr: 'fast' is not a number"]),
     (["experiment=grpo"], ["experiment: no experiment is chosen yet", "write +experiment=grpo"]),
-    (["+experiment=grop"], ["experiment: there is no grop", "choose one of: dpo, grpo, grpo_smollm2, sft"]),
+    (["+experiment=grop"], ["experiment: there is no grop", "choose one of: dpo, grpo, grpo_smollm2, multi_lora, sft"]),
     (["env=chain_sums"], ["env: there is no chain_sums", "chain_sum, function"]),
     (["-m", "algorithm=grpo,ppp"], ["algorithm: there is no ppp"]),
     (["optim.lr={"], ["optim.lr={: cannot be read"]),
@@ -229,6 +229,35 @@ def test_a_mistake_in_the_last_job_of_a_sweep_is_found_before_the_first_starts(h
 def test_a_sweep_in_one_folder_is_refused(here, watched):
     result = start(TRAIN, "-m", "optim.lr=1e-4,3e-4", "run.dir=x", "run.dry=true")
     assert result.returncode == 2 and "run.dir: names one folder for all jobs" in result.stderr
+
+
+PACKED = ("-m", "+experiment=multi_lora", "run.dry=true")
+
+
+def test_a_sweep_of_adapters_has_a_folder_of_mode_sft_a_job(here, watched):
+    result = start(TRAIN, *PACKED, "lora.rank=2,4", "optim.lr=1e-4,2e-4")
+    assert result.returncode == 0, result.stderr
+    (sweep,) = (here / "multirun").iterdir()
+    configs = [load_config(folder) for folder in sorted(sweep.iterdir())]
+    assert [(c.mode, c.lora.rank, c.optim.lr) for c in configs] == [
+        ("sft", rank, lr) for rank in (2, 4) for lr in (1e-4, 2e-4)
+    ]
+    again = start(TRAIN, *PACKED, "lora.rank=2,4", "optim.lr=1e-4,2e-4", f"resume={sweep}")
+    assert again.returncode == 0, again.stderr
+    assert [path.name for path in (here / "multirun").iterdir()] == [sweep.name]
+    for folder in sweep.iterdir():
+        assert f"{folder}/config.json" in again.stdout and load_config(folder).resume == str(folder)
+    other = start(TRAIN, *PACKED, "lora.rank=3,5", f"resume={sweep}")
+    assert other.returncode == 2 and "resume: none of these jobs is in it" in other.stderr
+
+
+def test_jobs_that_cannot_be_packed_are_refused_before_anything_starts(here, watched):
+    result = start(TRAIN, *PACKED, "lora.rank=2,0", "trainer.threads=1,2", "mode=multi_lora")
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    assert "lora.rank: is 0" in result.stderr and "trainer.threads: jobs of one pack share it" in result.stderr
+    result = start(TRAIN, *PACKED, "mode=multi_lora,sft")
+    assert result.returncode == 2 and "mode: the other jobs of the sweep have another one" in result.stderr
+    assert list(here.iterdir()) == []
 
 
 def test_a_stale_run_folder_is_refused(here, watched):
