@@ -180,7 +180,10 @@ class PackTrainer:
                 report.skipped = "gradient_not_finite"
             if report.skipped is not None:
                 slot.skipped[report.skipped] += 1
-            slot.strikes = slot.strikes + 1 if (report.skipped or "").endswith("not_finite") else 0
+            # A step may have been finite and what it led to not (too high a learning rate).
+            well = bool(self.bank.part(slot.resident, self.bank.buffers.master).isfinite().all())
+            well = well and not (report.skipped or "").endswith("not_finite")
+            slot.strikes = 0 if well else slot.strikes + 1
             slot.version += 1
             report.version = slot.version
         return found

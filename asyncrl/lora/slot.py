@@ -85,7 +85,7 @@ class Slot(SftTrainer):
         settings = lora_of(cfg)
         assert settings is not None, "a pack trains adapters"
         self.pack, self.settings = pack, settings
-        self.strikes = 0  # steps in a row that were not finite
+        self.strikes = 0
         super().__init__(cfg, SlotPolicy(pack.policy.lm, pack.cfg.trainer.logprob_chunk), pack.mesh)
 
     def _lay_out(self) -> None:

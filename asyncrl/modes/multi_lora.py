@@ -13,8 +13,10 @@ checkpoint; if it comes to that again before the next one, it ends.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -25,12 +27,14 @@ from asyncrl.config.context import RunContext
 from asyncrl.config.errors import RunFailed
 from asyncrl.config.packing import base_of
 from asyncrl.config.schema import Config
+from asyncrl.lora.forecast import Forecast, Left
 from asyncrl.lora.pack import PackTrainer
 from asyncrl.lora.slot import Slot
 from asyncrl.modes import sft
 from asyncrl.report.summary import ensure_summary
 from asyncrl.report.sweep import Ending, SweepReport
 from asyncrl.training import checkpoint
+from asyncrl.training.errors import CheckpointError
 from asyncrl.training.metrics import StepReport
 
 log = logging.getLogger(__name__)
@@ -74,6 +78,10 @@ class Job:
         self.loop: sft.Loop | None = None
         self.begun_at = -1  # the checkpoint that it last began again from
 
+    @property
+    def name(self) -> str:
+        return self.context.run_dir.name
+
     def begin(self, pack: PackTrainer) -> None:
         """A new loop, which goes on from the job's last checkpoint if the configuration says so."""
 
@@ -98,7 +106,7 @@ class Job:
             ending = Ending(self.context.run_dir, "finished", end.value)
         except Exception as error:
             if not isinstance(error, RunFailed):
-                log.exception("asyncrl: job %s failed", self.context.run_dir.name)
+                log.exception("asyncrl: job %s failed", self.name)
             ending = Ending(self.context.run_dir, *how_it_ended(error))
         self.leave()
         return ending
@@ -128,6 +136,7 @@ class Pack:
         self.report, self.ended_well = report, ended_well
         self.packing = jobs[0].cfg.packing
         self.trainer = PackTrainer(jobs[0].cfg)
+        self.forecast = Forecast(self.packing.slots or len(jobs), self.packing.token_cap)
 
     def train(self) -> None:
         """Until every job has ended. What ends the pack itself is thrown into every loop, and raised."""
@@ -135,8 +144,7 @@ class Pack:
             self.fill()
             while self.active:
                 slots = {job.slot: job for job in self.active if job.slot is not None}
-                reports = self.trainer.learn({slot: job.samples for slot, job in slots.items()})
-                self.report.step(sum(r.tokens for r in reports.values()), len(reports))
+                reports = self.learn(slots)
                 for slot, report in reports.items():
                     job = slots[slot]
                     if slot.strikes >= self.packing.strikes:
@@ -144,10 +152,27 @@ class Pack:
                     else:
                         self.see(job, job.go_on(report))
                 self.fill()
+            self.report.trained(self.forecast.seconds)
         except BaseException as error:
             for job in list(self.active):
                 self.see(job, job.stop(error))
             raise
+
+    def learn(self, slots: Mapping[Slot, Job]) -> dict[Slot, StepReport]:
+        """A step of all ``slots`` on what their jobs wait to learn; says once how long the rest will take."""
+        began = time.perf_counter()
+        reports = self.trainer.learn({slot: job.samples for slot, job in slots.items()})
+        seconds = time.perf_counter() - began
+        self.report.step(sum(report.tokens for report in reports.values()), len(reports))
+        batches = {job.name: (job.samples, slot.settings.rank) for slot, job in slots.items()}
+        if self.forecast.see(batches, seconds):
+            left = [
+                Left(job.name, job.cfg.trainer.steps - slot.version, slot.settings.rank) for slot, job in slots.items()
+            ]
+            left += [Left(job.name, job.cfg.trainer.steps, job.cfg.lora.rank) for job in self.waiting]
+            found = self.forecast.plan(left)
+            self.report.predict(self.forecast.seconds + found.outcome.seconds, self.forecast.seconds + found.bound)
+        return reports
 
     def fill(self) -> None:
         """Starts waiting jobs while there are slots."""
@@ -172,8 +197,10 @@ class Pack:
     def strike(self, job: Job, report: StepReport) -> None:
         """A job whose steps are not finite goes back to its last checkpoint, or ends."""
         assert job.slot is not None
-        job.slot.saves.wait()
-        why = f"{self.packing.strikes} steps in a row were refused ({report.skipped}, step {report.version})"
+        with suppress(CheckpointError):  # one that could not be written is not the last
+            job.slot.saves.wait()
+        last = f"step {report.version}: {report.skipped or 'weights_not_finite'}"
+        why = f"{self.packing.strikes} steps in a row were not finite ({last})"
         newest = checkpoint.latest(job.context.run_dir / "checkpoints")
         version = -1 if newest is None else int(newest.name.rpartition("_")[2])
         if version <= job.begun_at:
@@ -182,7 +209,7 @@ class Pack:
             return
         job.stop(RunFailed(f"{why}: it begins again at {newest}"))
         self.active.remove(job)
-        self.report.event(f"{job.context.run_dir.name}: {why}: begins again at step {version}")
+        self.report.event(f"{job.name}: {why}: begins again at step {version}")
         (job.context.run_dir / "summary.json").unlink(missing_ok=True)
         job.cfg.resume, job.begun_at = str(job.context.run_dir), version
         self.start(job)

@@ -177,7 +177,8 @@ def train(cfg: Config, context: RunContext, reporter: Reporter | None, open_lear
                 reporter.step({"step": report.version, "tokens/trained": trained, **figures})
             if due(trainer.version, cfg.eval.every, cfg):
                 early.see(trainer.version, evaluate(trainer, unseen, answering, reporter))
-            if early.reason or due(trainer.version, cfg.checkpoint.every, cfg):
+            ill = trainer.strikes > 0 and trainer.version < cfg.trainer.steps
+            if early.reason or (due(trainer.version, cfg.checkpoint.every, cfg) and not ill):
                 save(batches.position())
                 saved = trainer.version
     trainer.end()

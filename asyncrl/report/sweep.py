@@ -40,6 +40,8 @@ class SweepReport:
         self.endings: list[Ending] = []
         self.began = time.monotonic()
         self.steps = self.tokens = 0
+        self.training_s = 0.0
+        self.predicted: list[tuple[float, float]] = []  # (seconds of steps, what no plan can beat) of each pack
         self._console = ConsoleThread(Console(stream or sys.stdout, cfg.report.console))
 
     def event(self, text: str, warning: bool = False) -> None:
@@ -54,6 +56,17 @@ class SweepReport:
         done = f"{len(self.endings)} of {len(self.jobs)} ended"
         self._console.status([f"step {self.steps} of the pack", f"{running} jobs", done, rate, span(seconds)])
 
+    def predict(self, seconds: float, bound: float) -> None:
+        """The steps of a pack will take so long, and at least ``bound`` whatever is packed with what."""
+        self.predicted.append((seconds, bound))
+        self.event(
+            f"predicted: the steps of the pack take {seconds:.1f} s; no plan of them takes less than {bound:.1f} s"
+        )
+
+    def trained(self, seconds: float) -> None:
+        """The steps of a pack have taken ``seconds``."""
+        self.training_s += seconds
+
     def ended(self, ending: Ending) -> None:
         """One job has ended."""
         self.endings.append(ending)
@@ -64,10 +77,14 @@ class SweepReport:
         """Writes and shows the table of the jobs, best first."""
         rows = table(self.jobs, self.endings)
         seconds = time.monotonic() - self.began
-        write_json(self.folder / TABLE, {"makespan_s": seconds, "adapters": rows})
+        predicted, bound = (sum(pair[i] for pair in self.predicted) for i in (0, 1))
+        told: dict[str, Any] = {"makespan_s": seconds, "steps_s": self.training_s}
+        told |= {"steps_predicted_s": predicted or None, "steps_bound_s": bound or None}
+        write_json(self.folder / TABLE, {**told, "adapters": rows})
         for line in lines(rows):
             self.event(line)
-        self.event(f"makespan {seconds:.1f} s; table in {self.folder / TABLE}")
+        steps = f"{self.training_s:.1f} s of it steps" + (f" (predicted {predicted:.1f} s)" if predicted else "")
+        self.event(f"makespan {seconds:.1f} s, {steps}; table in {self.folder / TABLE}")
         self._console.close()
 
 

@@ -79,6 +79,7 @@ class Learner(Trainer, Generic[S]):
     """
 
     figures: tuple[str, ...] = ()
+    strikes = 0  # steps in a row that were not finite, where that is counted; meanwhile no checkpoint is begun
 
     @abstractmethod
     def conversations(self, samples: Sequence[S]) -> list[Conversation]:

@@ -91,7 +91,7 @@ def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tenso
 
 def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
     """Bit for bit, NaN included."""
-    pairs = [(a[n].contiguous().view(torch.uint8), b[n].contiguous().view(torch.uint8)) for n in a]
+    pairs = [(a[n].reshape(-1).view(torch.uint8), b[n].reshape(-1).view(torch.uint8)) for n in a]
     return a.keys() == b.keys() and all(torch.equal(x, y) for x, y in pairs)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from asyncrl.config.context import RunContext
@@ -15,12 +17,18 @@ from asyncrl.config.errors import RunFailed
 from asyncrl.config.load import REPOSITORY
 from asyncrl.config.schema import Config, DataConfig, LoraConfig
 from asyncrl.lora.pack import PackTrainer
+from asyncrl.lora.slot import Slot
 from asyncrl.modes import multi_lora, sft
 from asyncrl.report.metrics import read_lines
 from asyncrl.report.summary import read_summary
 from asyncrl.training.adapter import read_adapter
+from asyncrl.training.model import load_policy
+from asyncrl.training.optim import learning_rate
+from asyncrl.training.sft import pack_conversations
 from tests.data.files import talk, write_lines
 from tests.modes.test_sft import ONE, settings
+from tests.training.test_adapter import by_peft
+from tests.training.test_sft import talks
 
 BASE = str(REPOSITORY / "asyncrl" / "assets" / "qwen3-tiny")
 KINDS = {
@@ -196,3 +204,63 @@ def test_bases_that_differ_are_packs_of_their_own(files, tmp_path):
     assert sorted(together(cfgs, tmp_path / "runs")) == ["a", "b"]
     told = json.loads((last(tmp_path / "runs" / "b") / "adapter/adapter_config.json").read_text())
     assert told["base_model_name_or_path"] == str(other)
+
+
+def spoiled(monkeypatch, times):
+    """The second step of job b has an infinite learning rate, so many times: its weights are not finite after it."""
+    left = [times]
+
+    def rate(step, total, cfg):
+        if step == 1 and cfg.lr == KINDS["b"][1]["lr"] and left[0]:
+            left[0] -= 1
+            return math.inf
+        return learning_rate(step, total, cfg)
+
+    monkeypatch.setattr("asyncrl.lora.pack.learning_rate", rate)
+
+
+def test_a_job_that_is_not_finite_begins_again_at_its_last_checkpoint(files, solo, tmp_path, monkeypatch):
+    spoiled(monkeypatch, 1)
+    cfgs = {kind: job(files, kind, packing={"strikes": 2}, checkpoint={"every": 1}) for kind in ("a", "b")}
+    assert sorted(together(cfgs, tmp_path)) == ["a", "b"]
+    close(tmp_path / "a", solo["a"])
+    summary = read_summary(tmp_path / "b" / "summary.json")
+    assert (summary.ended, summary.attempts) == ("finished", 2)
+    said = (tmp_path / "b" / "events.jsonl").read_text()
+    assert "2 steps in a row were not finite (step 3: loss_not_finite): it begins again at" in said
+    close(tmp_path / "b", solo["b"])
+
+
+def test_a_job_that_comes_to_nothing_again_ends(files, solo, tmp_path, monkeypatch):
+    spoiled(monkeypatch, 9)
+    cfgs = {kind: job(files, kind, packing={"strikes": 2}, checkpoint={"every": 1}) for kind in ("a", "b")}
+    with pytest.raises(RunFailed, match="1 of 2 jobs failed: b: 2 steps in a row were not finite"):
+        together(cfgs, tmp_path)
+    close(tmp_path / "a", solo["a"])
+    summary = read_summary(tmp_path / "b" / "summary.json")
+    assert summary.ended == "failed" and "loss_not_finite" in summary.reason and "optim.lr" in summary.reason
+    assert last(tmp_path / "b").name == "step_000001", "what is not finite is not saved"
+
+
+def test_the_exported_adapter_is_peft_s(files, tmp_path):
+    """T7: PEFT's logits are the slot's; alpha over rank is no binary fraction, and the rank is not the largest."""
+    cfgs = {"a": job(files, "a", lora={"rank": 3, "alpha": 4.0}), "c": job(files, "c")}
+    for cfg in cfgs.values():
+        cfg.model.compute_dtype = cfg.trainer.master_dtype = "float32"
+    together(cfgs, tmp_path)
+    row = pack_conversations(talks(), torch.device("cpu"))
+    found = []
+    for name in cfgs:
+        folder = tmp_path / f"peft {name}"
+        by_peft(BASE, last(tmp_path / name) / "adapter").save_pretrained(folder)
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(f"{BASE}/{file}", folder)
+        pack = PackTrainer(cfgs[name])
+        slot = Slot(pack, cfgs[name])
+        slot.load_latest(tmp_path / name / "checkpoints")
+        with torch.no_grad():
+            want = slot.policy(row, 1.0)[0]
+            assert (load_policy(folder)(row, 1.0)[0] - want).abs().max() < 1e-5
+            assert (pack.policy(row, 1.0)[0] - want).abs().max() > 1e-3, "the base says something else"
+        found.append(want)
+    assert not torch.equal(*found)
