@@ -37,7 +37,19 @@ def check_model_folder(folder: Path, key: str, tokens: int) -> Iterator[Problem]
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         names = " or ".join(TOKENIZER_FILES)
         yield Problem(KEY, f"{folder} has no tokenizer ({names})", "copy the tokenizer's files beside the weights")
+    yield from _check_tokenizer(folder / "tokenizer.json")
     yield from _check_weights(folder)
+
+
+def _check_tokenizer(path: Path) -> Iterator[Problem]:
+    """A tokenizer.json that is cut off, or a pointer to one, would be met only after the run has started."""
+    if not path.is_file():
+        return
+    try:
+        if not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
+            raise ValueError("it is not a JSON object")
+    except (OSError, ValueError) as error:
+        yield Problem(KEY, f"{path} cannot be read: {error}", "copy the tokenizer's files again")
 
 
 def _check_settings(folder: Path, key: str, tokens: int) -> Iterator[Problem]:

@@ -47,6 +47,13 @@ def test_no_tokenizer(folder):
     assert "has no tokenizer" in text
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{", "version https://git-lfs.github.com/spec/v1"])
+def test_a_damaged_tokenizer(folder, text):
+    (folder / "tokenizer.json").write_text(text)
+    (found_text,) = found(folder)
+    assert "tokenizer.json cannot be read" in found_text and "copy the tokenizer's files again" in found_text
+
+
 def test_unknown_architecture(tmp_path):
     folder = make_model_folder(tmp_path / "model", architectures=["Qwen3ForCausalLLM"])
     texts = found(folder)
