@@ -6,6 +6,7 @@ Each check yields a Problem for every violation; ``check`` reports them together
 from __future__ import annotations
 
 import ipaddress
+import json
 import math
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
@@ -261,8 +262,14 @@ def check_run(config: Config) -> Iterator[Problem]:
         yield Problem("run.dir", "a resumed run goes on in its own folder", "leave run.dir out, or leave resume out")
     if not folder.is_dir():
         yield Problem("resume", f"{folder} is not a folder", "give the folder of a run, for example outputs/latest")
-    elif not (folder / "config.json").is_file():
-        yield Problem("resume", f"{folder} is not the folder of a run (no config.json)", "give the folder of a run")
+        return
+    try:
+        values = json.loads((folder / "config.json").read_text())
+        reason = "" if isinstance(values, dict) and "mode" in values else "its config.json is not that of a run"
+    except (OSError, ValueError) as error:
+        reason = f"its config.json cannot be read: {error}"
+    if reason:
+        yield Problem("resume", f"{folder} is not the folder of a run: {reason}", "give the folder of a run")
 
 
 def check_ranks(config: Config, place: Place) -> Iterator[Problem]:
@@ -291,7 +298,7 @@ def check_devices(config: Config, place: Place, gpus: int) -> Iterator[Problem]:
             yield Problem(
                 "generator.memory_share",
                 f"{replicas} engines at {share:g} each would take {replicas * share:g} of the host's memory",
-                f"generator.memory_share={math.floor(90 / replicas) / 100:g} or less",
+                fitting(replicas, "a smaller generator.replicas"),
             )
         return
     if place.local_world_size > gpus:
@@ -315,8 +322,14 @@ def check_devices(config: Config, place: Place, gpus: int) -> Iterator[Problem]:
             "generator.replicas",
             f"{wanted} GPUs are wanted and {usable} can be used; {sharing} engines at generator.memory_share="
             f"{generator.memory_share:g} do not fit on one",
-            f"fewer replicas, or generator.memory_share={math.floor(90 / sharing) / 100:g} or less",
+            fitting(sharing, "fewer replicas"),
         )
+
+
+def fitting(engines: int, fewer: str) -> str:
+    """The remedy where ``engines`` share what has not enough memory for them."""
+    share = math.floor(90 / engines) / 100
+    return f"{fewer}, or generator.memory_share={share:g} or less" if share else fewer
 
 
 def check_weights(config: Config, place: Place, gpus: int) -> Iterator[Problem]:

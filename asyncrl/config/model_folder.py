@@ -38,7 +38,7 @@ def check_model_folder(folder: Path, key: str, tokens: int) -> Iterator[Problem]
         names = " or ".join(TOKENIZER_FILES)
         yield Problem(KEY, f"{folder} has no tokenizer ({names})", "copy the tokenizer's files beside the weights")
     yield from _check_tokenizer(folder / "tokenizer.json")
-    yield from _check_weights(folder)
+    yield from _check_weights(folder, _settings(folder))
 
 
 def _check_tokenizer(path: Path) -> Iterator[Problem]:
@@ -50,6 +50,15 @@ def _check_tokenizer(path: Path) -> Iterator[Problem]:
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
         yield Problem(KEY, f"{path} cannot be read: {error}", "copy the tokenizer's files again")
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """config.json; empty if it cannot be read, which ``_check_settings`` has said then."""
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def _check_settings(folder: Path, key: str, tokens: int) -> Iterator[Problem]:
@@ -125,7 +134,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise ValueError(f"{index} cannot be read: {error!r}") from error
 
 
-def _check_weights(folder: Path) -> Iterator[Problem]:
+def _check_weights(folder: Path, settings: dict[str, Any]) -> Iterator[Problem]:
     try:
         files = weight_files(folder)
     except ValueError as error:
@@ -133,10 +142,10 @@ def _check_weights(folder: Path) -> Iterator[Problem]:
         yield Problem(KEY, str(error), remedy)
         return
     for file in files:
-        yield from _check_safetensors(file)
+        yield from _check_safetensors(file, settings)
 
 
-def _check_safetensors(path: Path) -> Iterator[Problem]:
+def _check_safetensors(path: Path, settings: dict[str, Any]) -> Iterator[Problem]:
     try:
         header = read_safetensors_header(path)
     except (OSError, ValueError) as error:
@@ -146,6 +155,11 @@ def _check_safetensors(path: Path) -> Iterator[Problem]:
     if wrong:
         message = f"{path} holds weights of type {', '.join(sorted(wrong))}"
         yield Problem(KEY, message, f"give weights of type {', '.join(sorted(TRAINABLE_DTYPES))}")
+    wanted = (settings.get("text_config") or settings).get("vocab_size")
+    for name, entry in header.items():
+        if wanted is not None and name.endswith("embed_tokens.weight") and entry["shape"][0] != wanted:
+            message = f"{path} has {entry['shape'][0]} embeddings ({name}), config.json says vocab_size={wanted}"
+            yield Problem(KEY, message, "the config.json that belongs to the weights")
 
 
 def stop_token_ids(model: Path) -> list[int]:

@@ -313,7 +313,7 @@ class OptimConfig:
     warmup_steps: Count = 3
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # over trainer.steps
     final_lr_share: Share = 0.1
-    clip_norm: Above0 = 1.0
+    clip_norm: Annotated[float, Range(0, open=("low",), endless=True)] = 1.0  # .inf: no clipping
     # adamw; or one moment, half of AdamW's state, for which accumulation=momentum is exact. sgd: heavy ball. muon:
     # hidden matrices by Newton-Schulz, the rest by sign (Scion, arXiv 2502.07529); its steps have AdamW's size, so that
     # AdamW's learning rates fit. It costs about 15 products of each matrix a step and, under FSDP2, a gather of it.

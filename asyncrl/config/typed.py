@@ -19,13 +19,16 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Bounds of a number; ``open`` excludes the named ends ("low", "high")."""
+    """Bounds of a number; ``open`` excludes the named ends ("low", "high"). Infinity is a value only if ``endless``."""
 
     low: float = -math.inf
     high: float = math.inf
     open: tuple[str, ...] = ()
+    endless: bool = False
 
     def holds(self, value: float) -> bool:
+        if math.isinf(value) and not self.endless:
+            return False
         above = value > self.low if "low" in self.open else value >= self.low
         below = value < self.high if "high" in self.open else value <= self.high
         return above and below
@@ -33,7 +36,7 @@ class Range:
     def __str__(self) -> str:
         left = [] if self.low == -math.inf else [f"{'above' if 'low' in self.open else 'at least'} {self.low:g}"]
         right = [] if self.high == math.inf else [f"{'below' if 'high' in self.open else 'at most'} {self.high:g}"]
-        return " and ".join(left + right)
+        return " and ".join(left + right) or "that is finite"
 
 
 def build(schema: type[T], values: Mapping[str, Any]) -> T:

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config import check as checks
 from asyncrl.config import model_folder
-from asyncrl.config.check import check, is_loopback
+from asyncrl.config.check import check, check_devices, is_loopback
 from asyncrl.config.context import Place
 from asyncrl.config.errors import ConfigError
 from asyncrl.config.files import from_dict
@@ -263,6 +263,16 @@ def test_a_run_to_resume_needs_its_config(make, tmp_path):
     (tmp_path / "run").mkdir()
     config = make(resume=str(tmp_path / "run"))
     assert keys(config) == ["resume"]
-    (tmp_path / "run" / "config.json").write_text("{}")
+    for text in ("{", "[]", '{"architectures": ["Qwen3ForCausalLM"]}'):  # damaged, and those of other folders
+        (tmp_path / "run" / "config.json").write_text(text)
+        assert keys(config) == ["resume"]
+    (tmp_path / "run" / "config.json").write_text('{"mode": "grpo"}')
     assert keys(config) == []
     assert keys(make(resume=str(tmp_path / "run"), **{"run.dir": "x"})) == ["run.dir"]
+
+
+def test_the_remedy_for_too_many_engines_can_be_followed(make):
+    for replicas, remedy in ((4, "generator.memory_share=0.22 or less"), (100_000, "a smaller generator.replicas")):
+        config = make(**{"generator.replicas": replicas, "generator.memory_share": 0.5})
+        (problem,) = (p for p in check_devices(config, Place(), 0))
+        assert problem.remedy.endswith(remedy)

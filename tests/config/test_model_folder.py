@@ -164,3 +164,10 @@ def test_cut_off_weights(folder):
     path.write_bytes(whole[:-1])
     (text,) = found(folder)
     assert f"has {len(whole) - 1} bytes instead of {len(whole)}" in text
+
+
+def test_embeddings_of_another_vocabulary(tmp_path):
+    folder = make_model_folder(tmp_path / "model", vocab_size=5)
+    write_safetensors(folder / "model.safetensors", names=("model.embed_tokens.weight", "model.norm.weight"))
+    (text,) = found(folder)
+    assert "has 1 embeddings (model.embed_tokens.weight), config.json says vocab_size=5" in text

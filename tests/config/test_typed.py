@@ -122,3 +122,9 @@ def test_config_imports_without_torch():
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_infinity_is_no_value_but_of_clip_norm():
+    found = problems({"optim": {"lr": float("inf"), "clip_norm": float("inf")}, "deadline": {"batch_s": float("inf")}})
+    assert sorted(found) == ["deadline.batch_s", "optim.lr"]
+    assert build(Config, {"optim": {"clip_norm": float("inf")}}).optim.clip_norm == float("inf")
