@@ -189,7 +189,8 @@ def test_rollouts_are_asked_for_every_n_steps_and_cut_to_the_limit(tmp_path):
 def test_generations_are_kept_shown_and_sent(tmp_path):
     wandb = FakeWandb()
     reporter, _, out = make(tmp_path, wandb)
-    rows = [{"prompt": "p" * 70, "answer": f"a{n}", "reference": "r", "ended": True, "score": n} for n in range(20)]
+    row = {"prompt": "p" * 70, "reference": "r", "ended": True, "failure": None}
+    rows = [{**row, "answer": f"a{n}", "score": n} for n in range(20)]
     reporter.generations(3, rows)
     reporter.generations(5, rows[:1])
     close(reporter)
