@@ -82,3 +82,11 @@ def test_gradients_of_the_dropped_product():
     wanted = (x * mask / 0.6) @ w.t()
     assert torch.allclose(DroppedLinear.apply(x, w, keys_T, salt, p), wanted, rtol=1e-14)
     assert torch.equal(drop(x, mask, p) == 0, ~mask)
+
+
+def test_compiled_code_drops_the_same_elements():
+    """Inductor's own vector code of the hash did not, where it has at least eight features."""
+    keys_T = torch.randint(-(2**62), 2**62, (37,), generator=torch.Generator().manual_seed(0))
+    salt, p = torch.tensor(123456789123456789), torch.tensor(0.2, dtype=torch.float64)
+    compiled = torch.compile(lambda keys: kept(keys, salt, 64, p) & (keys != 0)[:, None])
+    assert torch.equal(compiled(keys_T), kept(keys_T, salt, 64, p))
