@@ -42,7 +42,7 @@ def kept(keys_T: Tensor, salt: Tensor, features: int, p: Tensor) -> Tensor:
 
 @kept.register_fake
 def _(keys_T: Tensor, salt: Tensor, features: int, p: Tensor) -> Tensor:
-    return keys_T.new_empty((len(keys_T), features), dtype=torch.bool)
+    return keys_T.new_empty((keys_T.shape[0], features), dtype=torch.bool)  # len() would fix the number of tokens
 
 
 def threshold(p: Tensor) -> Tensor:
