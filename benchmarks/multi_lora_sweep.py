@@ -19,8 +19,8 @@ from typing import Any
 
 from asyncrl.report.metrics import read_lines
 from benchmarks.harness import arguments, at_most, report
+from benchmarks.jobs import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SWEEP = ("lora.rank=8,16,32", "optim.lr=1e-3,2e-3,4e-3", "trainer.steps=40")
 QUICK = ("lora.rank=8,16", "optim.lr=1e-3,2e-3", "trainer.steps=10", "eval.every=5", "checkpoint.every=5")
 LIMIT_S = 1200.0
@@ -47,7 +47,8 @@ def sweep(mode: str, overrides: tuple[str, ...], folder: Path) -> dict[str, Any]
 
 
 def main() -> int:
-    options = arguments(__doc__ or "")
+    """Command line; 1 if a claim is not met."""
+    options = arguments(__doc__.splitlines()[0])
     overrides = QUICK if options.quick else SWEEP
     with tempfile.TemporaryDirectory() as folder:
         packed = sweep("multi_lora", overrides, Path(folder) / "packed")

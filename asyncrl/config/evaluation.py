@@ -11,6 +11,13 @@ from asyncrl.config.errors import Problem
 from asyncrl.config.model_folder import stop_token_ids
 from asyncrl.config.schema import Config
 
+LARGER_IS_BETTER = {"eval/accuracy": True, "eval/loss": False}
+
+
+def badness(metric: str, value: float) -> float:
+    """Smaller is better, whichever metric it is."""
+    return -value if LARGER_IS_BETTER[metric] else value
+
 
 def best_by(config: Config) -> str:
     """The metric that checkpoints and evaluations are compared by."""

@@ -24,16 +24,31 @@ def from_dict(values: dict[str, Any]) -> Config:
     return build(Config, values)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write to a temporary name, fsync, rename: a reader sees the old file, none, or all of the new one.
+
+    Raises ``OSError`` if the file system refuses; no half-written file stays behind.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
 def save_config(config: Config, run_dir: Path) -> Path:
-    """Writes ``<run>/config.json`` (temporary name, fsync, rename) and returns its path."""
+    """Writes ``<run>/config.json`` and returns its path."""
     path = run_dir / CONFIG_FILE
-    temporary = run_dir / (CONFIG_FILE + ".tmp")
-    with open(temporary, "w") as file:
-        json.dump(to_dict(config), file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    replace_text(path, json.dumps(to_dict(config), indent=1) + "\n")
     return path
 
 

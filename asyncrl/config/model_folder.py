@@ -33,12 +33,20 @@ def check_model_folder(folder: Path, key: str, tokens: int) -> Iterator[Problem]
             remedy += f"; to fetch one: hf download {name} --local-dir {folder.name}, then model.path={folder.name}"
         yield Problem(KEY, f"{folder} is not a folder", remedy)
         return
-    yield from _check_settings(folder, key, tokens)
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+        if not isinstance(settings, dict):
+            raise ValueError("it is not a JSON object")
+    except (OSError, ValueError) as error:
+        yield Problem(KEY, f"{folder}/config.json cannot be read: {error}", "give a folder in Hugging Face format")
+        settings = {}
+    else:
+        yield from _check_settings(folder, settings, key, tokens)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         names = " or ".join(TOKENIZER_FILES)
         yield Problem(KEY, f"{folder} has no tokenizer ({names})", "copy the tokenizer's files beside the weights")
     yield from _check_tokenizer(folder / "tokenizer.json")
-    yield from _check_weights(folder, _settings(folder))
+    yield from _check_weights(folder, settings)
 
 
 def _check_tokenizer(path: Path) -> Iterator[Problem]:
@@ -52,22 +60,8 @@ def _check_tokenizer(path: Path) -> Iterator[Problem]:
         yield Problem(KEY, f"{path} cannot be read: {error}", "copy the tokenizer's files again")
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    """config.json; empty if it cannot be read, which ``_check_settings`` has said then."""
-    try:
-        settings = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
-
-
-def _check_settings(folder: Path, key: str, tokens: int) -> Iterator[Problem]:
-    try:
-        settings: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        architectures = settings.get("architectures") or []
-    except (OSError, ValueError, AttributeError) as error:
-        yield Problem(KEY, f"{folder}/config.json cannot be read: {error}", "give a folder in Hugging Face format")
-        return
+def _check_settings(folder: Path, settings: dict[str, Any], key: str, tokens: int) -> Iterator[Problem]:
+    architectures = settings.get("architectures") or []
     if not architectures:
         yield Problem(KEY, f"{folder}/config.json names no architecture", 'add "architectures": ["..."] to it')
     for architecture in architectures:

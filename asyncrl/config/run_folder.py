@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from asyncrl.config.errors import ConfigError, Problem
-from asyncrl.config.files import load_config, to_dict
+from asyncrl.config.files import load_config, replace_text, to_dict
 from asyncrl.config.schema import Config
 
 LAUNCH_FILE = "launch.json"
@@ -135,9 +135,7 @@ class Launch:
         return (self.host, self.agent, self.job) == (other.host, other.agent, other.job)
 
     def write(self, run_dir: Path) -> None:
-        temporary = run_dir / f"{LAUNCH_FILE}.tmp"
-        temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-        os.replace(temporary, run_dir / LAUNCH_FILE)
+        replace_text(run_dir / LAUNCH_FILE, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
 def earlier_attempt(config: Config, launch: Launch) -> tuple[Path, Launch] | None:

@@ -7,7 +7,7 @@ Invariants:
 - an item is scored again only if its worker was killed before reaching it;
 - no worker outlives the pool or its process.
 
-A failure is ``kind: what happened``; kinds: raised, timeout, not_finite, bad_value, died.
+A failure is ``kind: what happened``, of :data:`KINDS`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from asyncrl.config.processes import clean_environment, describe_exit
 from asyncrl.config.schema import EnvConfig, RewardConfig
 from asyncrl.envs.wire import Frames, frame
 
+KINDS = ("raised", "timeout", "not_finite", "bad_value", "died")
 LATE_LOOK_S = 0.05
 MOST_AT_ONCE = 64  # items in one request
 

@@ -11,13 +11,13 @@ from asyncrl.config.schema import EnvConfig, RewardConfig
 from asyncrl.envs.rewards import RewardPool, RewardResult
 
 R = TypeVar("R")
-FAILURES = ("raised", "timeout", "not_finite", "bad_value", "died")  # kinds, see asyncrl/envs/rewards.py
 
 
 class Scoring:
     """``reward.workers`` processes, started by the first ``score`` and ended by ``close``.
 
     The pool lives in a thread of its own, with which the kernel ends the workers: they are gone with the process too.
+    It keeps the deadlines, of loading the task and of each score, so no wait here has one of its own.
     """
 
     def __init__(self, env: EnvConfig, reward: RewardConfig) -> None:

@@ -70,14 +70,18 @@ class Reading:
 
     segments: Segments
     keys_T: Tensor | None = None
-    deterministic: bool = False
 
 
 class Bank:
-    """``base``: dtype of the frozen weights; ``master``: that in which adapters are updated."""
+    """``base``: dtype of the frozen weights; ``master``: that in which adapters are updated.
 
-    def __init__(self, base: torch.dtype, master: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.master, self.device = base, master, device
+    ``deterministic``: of the kernels, see :mod:`kernels.multi_lora`.
+    """
+
+    def __init__(
+        self, base: torch.dtype, master: torch.dtype, device: torch.device, deterministic: bool = False
+    ) -> None:
+        self.dtype, self.master, self.device, self.deterministic = base, master, device, deterministic
         self.residents: list[Resident] = []
         self.layers: dict[str, Adapters] = {}
         self.reading: Reading | None = None  # None: the base alone
@@ -115,9 +119,9 @@ class Bank:
         finally:
             self.reading = before
 
-    def reading_of(self, slot_T: Tensor, keys_T: Tensor | None = None, deterministic: bool = False) -> Reading:
+    def reading_of(self, slot_T: Tensor, keys_T: Tensor | None = None) -> Reading:
         """``slot_T``: the slot of each token, -1 for none."""
-        return Reading(segments(slot_T, len(self.residents)), keys_T, deterministic)
+        return Reading(segments(slot_T, len(self.residents)), keys_T)
 
     def alone(self, resident: Resident, tokens: int) -> Reading:
         """All ``tokens`` are of ``resident``."""
@@ -194,7 +198,7 @@ class PackedLinear(nn.Linear):
             adapters,
             reading.segments,
             reading.keys_T,
-            deterministic=reading.deterministic,
+            deterministic=self.bank.deterministic,
         )
         return out_TN.view(*x.shape[:-1], self.out_features)
 

@@ -87,7 +87,8 @@ class PackTrainer:
         self.policy.requires_grad_(False)
         self.policy.to(self.mesh.device)
         self.base = fingerprint(Path(cfg.model.path))
-        self.bank = Bank(self.compute, DTYPES[cfg.trainer.master_dtype], self.mesh.device)
+        master = DTYPES[cfg.trainer.master_dtype]
+        self.bank = Bank(self.compute, master, self.mesh.device, cfg.packing.deterministic)
         self.slots: list[Slot] = []
         pull(self.policy.lm, cfg.trainer, self.compute, self.mesh.device, self._remember)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -80,4 +81,4 @@ def join(parts: Sequence[PackedBatch]) -> PackedBatch:
 
 
 def _begins(sizes: Sequence[int]) -> list[int]:
-    return [sum(sizes[:i]) for i in range(len(sizes))]
+    return [0, *accumulate(sizes)][:-1]

@@ -48,7 +48,7 @@ def run(runs: Runs, sweep_dir: Path | None, ended_well: Callable[[RunContext], N
     """
     if not runs:
         return
-    report = SweepReport(runs[0][0], [(context.run_dir, cfg) for cfg, context in runs], sweep_dir)
+    report = SweepReport(runs[0][0], [(context.run_dir, cfg) for cfg, context in runs], sweep_dir, adapter_of)
     try:
         for _, members in groupby(sorted(runs, key=lambda run: base_of(run[0])), key=lambda run: base_of(run[0])):
             Pack([Job(cfg, context) for cfg, context in members], report, ended_well).train()
@@ -62,6 +62,12 @@ def run(runs: Runs, sweep_dir: Path | None, ended_well: Callable[[RunContext], N
     if failed := [ending for ending in report.endings if ending.how != "finished"]:
         told = "; ".join(f"{ending.folder.name}: {ending.reason}" for ending in failed[:3])
         raise RunFailed(f"{len(failed)} of {len(runs)} jobs failed: {told}")
+
+
+def adapter_of(run_dir: Path) -> Path | None:
+    """Of the best checkpoint if that is kept, else of the newest."""
+    chosen = checkpoint.preferred(run_dir / "checkpoints")
+    return chosen and chosen / "adapter"
 
 
 class Job:

@@ -250,12 +250,10 @@ def export(checkpoints: Path, target: Path, folder: str, cfg: Config) -> str:
 
     The checkpoint is the best one if ``checkpoint.keep_best`` is set and any has a finite score, else the newest.
     """
-    from asyncrl.training.checkpoint import latest
+    from asyncrl.training.checkpoint import latest, preferred
     from asyncrl.training.files import publish
-    from asyncrl.training.keeping import BEST_LINK
 
-    best = checkpoints / BEST_LINK
-    chosen = best.resolve() if cfg.checkpoint.keep_best and best.exists() else latest(checkpoints)
+    chosen = (preferred if cfg.checkpoint.keep_best else latest)(checkpoints)
     assert chosen is not None, "a checkpoint is saved after the last step"
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -9,12 +9,12 @@ and of one whose reporter was killed, that is what its last step said.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.config.files import replace_text
 from asyncrl.report.metrics import read_lines
 
 Ended = Literal["finished", "failed", "interrupted"]
@@ -82,27 +82,13 @@ class Summary:
     machine: dict[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Write to a temporary name, fsync, rename: a reader sees the old file, none, or all of the new one.
+        """Replaces the file as a whole.
 
         Raises:
             OSError: the file system refused; no half-written file stays behind.
             ValueError: a field holds NaN or an infinity.
         """
-        text = json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        replace_text(path, json.dumps(asdict(self), indent=2, allow_nan=False) + "\n")
 
 
 def read_summary(path: Path) -> Summary:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from asyncrl.config.evaluation import best_by
+from asyncrl.config.evaluation import badness, best_by
+from asyncrl.config.files import replace_text
 from asyncrl.config.schema import Config
 from asyncrl.report.console import Console, ConsoleThread, short, span
 from asyncrl.report.metrics import read_lines
 from asyncrl.report.summary import Ended
 
 TABLE = "adapters.json"
-LARGER_IS_BETTER = ("eval/accuracy",)
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,20 @@ class Ending:
 
 
 class SweepReport:
-    """``jobs``: (folder, configuration) of each; ``folder``: of the sweep, None for a single job without one."""
+    """``jobs``: (folder, configuration) of each; ``folder``: of the sweep, None for a single job without one.
+
+    ``adapter_of``: a job's folder -> that of the adapter to use, None if it has saved none.
+    """
 
     def __init__(
-        self, cfg: Config, jobs: Sequence[tuple[Path, Config]], folder: Path | None, stream: TextIO | None = None
+        self,
+        cfg: Config,
+        jobs: Sequence[tuple[Path, Config]],
+        folder: Path | None,
+        adapter_of: Callable[[Path], Path | None],
+        stream: TextIO | None = None,
     ) -> None:
-        self.jobs, self.folder = list(jobs), folder or jobs[0][0]
+        self.jobs, self.folder, self._adapter_of = list(jobs), folder or jobs[0][0], adapter_of
         self.endings: list[Ending] = []
         self.began = time.monotonic()
         self.steps = self.tokens = 0
@@ -75,12 +82,12 @@ class SweepReport:
 
     def close(self) -> None:
         """Writes and shows the table of the jobs, best first."""
-        rows = table(self.jobs, self.endings)
+        rows = table(self.jobs, self.endings, self._adapter_of)
         seconds = time.monotonic() - self.began
         predicted, bound = (sum(pair[i] for pair in self.predicted) for i in (0, 1))
         told: dict[str, Any] = {"makespan_s": seconds, "steps_s": self.training_s}
         told |= {"steps_predicted_s": predicted or None, "steps_bound_s": bound or None}
-        write_json(self.folder / TABLE, {**told, "adapters": rows})
+        replace_text(self.folder / TABLE, json.dumps({**told, "adapters": rows}, indent=1) + "\n")
         for line in lines(rows):
             self.event(line)
         steps = f"{self.training_s:.1f} s of it steps" + (f" (predicted {predicted:.1f} s)" if predicted else "")
@@ -88,15 +95,16 @@ class SweepReport:
         self._console.close()
 
 
-def table(jobs: Iterable[tuple[Path, Config]], endings: Iterable[Ending]) -> list[dict[str, Any]]:
+def table(
+    jobs: Iterable[tuple[Path, Config]], endings: Iterable[Ending], adapter_of: Callable[[Path], Path | None]
+) -> list[dict[str, Any]]:
     """One row a job, best first by the metric that it compares checkpoints by; those without a figure come last."""
     how = {ending.folder: ending for ending in endings}
     rows = []
     for folder, cfg in jobs:
         records = list(read_lines(folder / "metrics.jsonl"))
         metric = best_by(cfg)
-        sign = -1 if metric in LARGER_IS_BETTER else 1
-        scored = [(sign * r[metric], r["step"], r[metric]) for r in records if isinstance(r.get(metric), int | float)]
+        scored = [(badness(metric, r[metric]), r["step"], r[metric]) for r in records if r.get(metric) is not None]
         best = min(scored, default=None)
         ending = how.get(folder)
         rows.append(
@@ -109,7 +117,7 @@ def table(jobs: Iterable[tuple[Path, Config]], endings: Iterable[Ending]) -> lis
                 "steps": max((r["step"] for r in records), default=0),
                 "ended": ending.how if ending else "interrupted",
                 "reason": ending.reason if ending else "",
-                "adapter": str(_adapter(folder) or ""),
+                "adapter": str(adapter_of(folder) or ""),
             }
         )
     rows.sort(key=lambda row: (row["best"] is None, _order(row)))
@@ -117,22 +125,12 @@ def table(jobs: Iterable[tuple[Path, Config]], endings: Iterable[Ending]) -> lis
 
 
 def _order(row: dict[str, Any]) -> tuple[float, str]:
-    sign = -1 if row["metric"] in LARGER_IS_BETTER else 1
-    return (0.0 if row["best"] is None else sign * row["best"], row["job"])
+    return (0.0 if row["best"] is None else badness(row["metric"], row["best"]), row["job"])
 
 
 def _last(records: Sequence[dict[str, Any]], key: str) -> Any:
     found = [record[key] for record in records if record.get(key) is not None]
     return found[-1] if found else None
-
-
-def _adapter(folder: Path) -> Path | None:
-    """Of the best checkpoint if that is kept, else of the newest."""
-    kept = folder / "checkpoints"
-    newest = sorted(path for path in kept.glob("step_*") if path.is_dir())
-    best = kept / "best"
-    chosen = best if best.exists() else newest[-1] if newest else None
-    return chosen and chosen / "adapter"
 
 
 def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -149,10 +147,3 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
         cells.append([row["job"], number(row["best"]), at, *figures, str(row["steps"]), row["ended"]])
     widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """A reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(values, indent=1) + "\n")
-    os.replace(temporary, path)

@@ -14,8 +14,8 @@ from asyncrl.config.model_folder import stop_token_ids
 from asyncrl.config.schema import Config
 from asyncrl.data.corpus import Corpus, EnvCorpus
 from asyncrl.data.questions import questions
-from asyncrl.envs.rewards import RewardResult
-from asyncrl.envs.scoring import FAILURES, Scoring
+from asyncrl.envs.rewards import KINDS, RewardResult
+from asyncrl.envs.scoring import Scoring
 from asyncrl.training.generation import Sampling, complete
 from asyncrl.training.step import Trainer
 
@@ -97,8 +97,8 @@ class Answering:
         found = [result for result in results if result is not None]
         right = sum(result.value is not None and result.value >= 1.0 for result in found)
         unreadable = sum(result.unreadable is not None for result in found)
-        kinds = [sum(result.kind == kind for result in found) for kind in FAILURES]
+        kinds = [sum(result.kind == kind for result in found) for kind in KINDS]
         row = self._trainer.mesh.gather_rows(torch.tensor([right, unreadable, *kinds]))[0].tolist()
-        failed = {f"eval/failed/{kind}": count for kind, count in zip(FAILURES, row[2:], strict=True) if count}
+        failed = {f"eval/failed/{kind}": count for kind, count in zip(KINDS, row[2:], strict=True) if count}
         figures = {"eval/accuracy": row[0] / len(results), "eval/failed": sum(row[2:]), **failed}
         return figures | ({"eval/unreadable": row[1]} if row[1] else {})

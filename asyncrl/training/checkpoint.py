@@ -48,7 +48,7 @@ from asyncrl.training.agreement import Agreement
 from asyncrl.training.errors import CheckpointError
 from asyncrl.training.export import ModelExport
 from asyncrl.training.files import fresh, numbered, publish, seal, sweep, temporary, write_json
-from asyncrl.training.keeping import Keep, tidy
+from asyncrl.training.keeping import BEST_LINK, Keep, tidy
 from asyncrl.training.saver import Job
 from asyncrl.training.snapshot import Snapshot, take
 from asyncrl.training.stored import StoredState, describe_specs, state_file
@@ -86,6 +86,12 @@ def latest(root: Path) -> Path | None:
     """The newest complete checkpoint in ``root``, or None."""
     found = numbered(root, PREFIX)
     return found[-1] if found else None
+
+
+def preferred(root: Path) -> Path | None:
+    """The best checkpoint in ``root`` if one is kept for that, else the newest; None if there is none."""
+    best = root / BEST_LINK
+    return best.resolve() if best.exists() else latest(root)
 
 
 def _plan(trainer: Trainer, root: Path, keep: Keep, position: dict[str, Any]) -> Write:

@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.config.evaluation import best_by
+from asyncrl.config.evaluation import LARGER_IS_BETTER, best_by
 from asyncrl.config.schema import Config
-from asyncrl.training.keeping import LARGER_IS_BETTER
 
 
 class EarlyStop:

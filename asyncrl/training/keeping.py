@@ -6,12 +6,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config.evaluation import best_by
+from asyncrl.config.evaluation import LARGER_IS_BETTER, best_by
 from asyncrl.config.schema import Config
 from asyncrl.report.metrics import read_lines
 from asyncrl.training.files import numbered, remove
 
-LARGER_IS_BETTER = {"eval/accuracy": True, "eval/loss": False}
 BEST_LINK = "best"
 
 

@@ -249,7 +249,8 @@ def first_of_shard(
     """The same for the shard at ``coordinate`` of ``mesh``: shards are numbered, and each has the room of the largest.
 
     So no two elements share their bits, however often and along whatever dimension the tensor is split, and replicas
-    draw the same. Rows in shards of one size, a multiple of eight elements, draw what the whole tensor would.
+    draw the same. If rows alone are split, once, in shards of one size that is a multiple of eight elements, they draw
+    what the whole tensor would.
     """
     number, largest = 0, list(shape)
     for placement, parts, place in zip(placements, mesh, coordinate, strict=True):

@@ -79,7 +79,7 @@ def test_a_push_changes_what_is_served_and_its_digest_is_the_trainers(family):
 
 
 def test_a_bf16_engine_has_an_fp32_head(tmp_path):
-    """Rounded logits are most of what bf16 log-probs are off by (MiniMax-M1, arXiv 2506.13585)."""
+    """Log-probs of a trained policy suffer when logits are rounded to bf16 first (MiniMax-M1, arXiv 2506.13585)."""
     llama().save_pretrained(tmp_path)
     found = engine_config(GeneratorConfig(dtype="bfloat16"), str(tmp_path)).model_config
     assert (found.dtype, found.head_dtype) == (torch.bfloat16, torch.float32)
